@@ -1,0 +1,54 @@
+"""Normscope: what each normalization in a model is, whether it is right, and how to change it safely.
+
+Names load on first use (PEP 562): ``import normscope`` imports neither torch nor NumPy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it; "" marks a subpackage that is itself the public name
+_HOME = {
+    "NormSpec": "normscope.spec",
+    "Running": "normscope.spec",
+    "Cast": "normscope.spec",
+    "families": "normscope.spec",
+    "spec": "",
+    "reference": "",
+    "spec_of": "normscope.reading",
+    "RunningState": "normscope.spec",
+    "check": "normscope.doctor.check",
+    "Report": "normscope.doctor.report",
+    "Finding": "normscope.doctor.report",
+}
+
+if TYPE_CHECKING:
+    from normscope import reference as reference
+    from normscope import spec as spec
+    from normscope.doctor.check import check as check
+    from normscope.doctor.report import Finding as Finding
+    from normscope.doctor.report import Report as Report
+    from normscope.reading import spec_of as spec_of
+    from normscope.spec import Cast as Cast
+    from normscope.spec import NormSpec as NormSpec
+    from normscope.spec import Running as Running
+    from normscope.spec import RunningState as RunningState
+    from normscope.spec import families as families
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'normscope' has no attribute {name!r}")
+    value = import_module(f"normscope.{name}") if home == "" else getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
