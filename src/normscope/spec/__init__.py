@@ -1,0 +1,26 @@
+"""What a normalization is, exactly: the axis language, the specification, named ones, and their laws.
+
+Imports neither torch nor NumPy.
+"""
+
+from __future__ import annotations
+
+from normscope.spec import families
+from normscope.spec.bound import BoundSpec
+from normscope.spec.normspec import NormSpec
+from normscope.spec.parts import Cast, Running, RunningState, Sizes, SpecError
+from normscope.spec.pattern import Axis, Pattern, PatternError
+
+__all__ = [
+    "Axis",
+    "BoundSpec",
+    "Cast",
+    "NormSpec",
+    "Pattern",
+    "PatternError",
+    "Running",
+    "RunningState",
+    "Sizes",
+    "SpecError",
+    "families",
+]
