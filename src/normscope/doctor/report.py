@@ -142,7 +142,9 @@ class Report:
         """Raise :class:`~normscope.errors.FindingsError` if there is a finding of this severity or graver."""
         found = self.at_least(severity)
         if found:
-            lines = [f"{f.code} {f.name} ({f.severity}) at {f.site or 'the model'}: {f.message}" for f in found]
+            lines = [
+                f"{f.code} {f.name} ({f.severity}) at {f.site or 'the model'}: {f.message}" for f in found
+            ]
             raise FindingsError(f"{len(found)} finding(s) at or above {severity}:\n" + "\n".join(lines))
 
     # The renderers stand a floor above; they are imported when asked for, so this file depends on none of them.

@@ -69,11 +69,12 @@ class Site:
     """One normalization of a model."""
 
     name: str
-    """unique: the module path, or ``path:F.layer_norm`` (``#2`` for the second at that place) for a call in a forward"""
+    """unique: the module path, or ``path:F.layer_norm`` (``#2`` for the second there) for a call in a forward"""
     path: str
     """path of the (enclosing) module; "" is the model itself"""
     kind: str
-    """module | functional | hand-written (own module) | inlined (hand-written inside a larger forward) | hidden (scripted, traced, exported)"""
+    """module | functional | hand-written (own module) | inlined (hand-written inside a larger forward)
+    | hidden (scripted, traced, exported)"""
     type_name: str
     """class or function name for people: ``torch.nn.BatchNorm2d``, ``F.layer_norm``"""
     module: torch.nn.Module | None = None
@@ -83,7 +84,7 @@ class Site:
     reason: str = ""
     """why ``spec`` is None"""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """the site's own state by the names in STATE_NAMES; missing where it has none. References, never copies: read only"""
+    """the site's own state by the names in STATE_NAMES, as references: read only"""
     mode_train: str = "input"
     """mode after ``model.train()``"""
     mode_eval: str = "input"

@@ -34,7 +34,9 @@ def validate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     sizes: list[int] = []
     for where, tensor in tensors((args, kwargs)):
         if tensor.numel() == 0:
-            raise BadInput(f"an empty batch: {where} has shape {tuple(tensor.shape)}; pass at least one sample")
+            raise BadInput(
+                f"an empty batch: {where} has shape {tuple(tensor.shape)}; pass at least one sample"
+            )
         if tensor.is_floating_point() and bool(torch.isnan(tensor).any()):
             count = int(torch.isnan(tensor).sum())
             raise BadInput(
@@ -43,7 +45,9 @@ def validate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if tensor.ndim:
             sizes.append(int(tensor.shape[0]))
     if not sizes:
-        raise BadInput("no tensor among the inputs; pass a tensor, a tuple of them, or a dict of keyword arguments")
+        raise BadInput(
+            "no tensor among the inputs; pass a tensor, a tuple of them, or a dict of keyword arguments"
+        )
     return sizes[0]
 
 
@@ -169,5 +173,7 @@ def _padding(t: torch.Tensor, mask: torch.Tensor, *, longer: bool, seed: int) ->
     holes = torch.nonzero(~valid.cpu(), as_tuple=True)
     pick = torch.randint(len(rows), (len(holes[0]),), generator=torch.Generator().manual_seed(seed))
     out = moved.clone()
-    out[holes[0].to(t.device), holes[1].to(t.device)] = moved[rows[pick].to(t.device), cols[pick].to(t.device)]
+    out[holes[0].to(t.device), holes[1].to(t.device)] = moved[
+        rows[pick].to(t.device), cols[pick].to(t.device)
+    ]
     return out.movedim(1, axis).contiguous()

@@ -1,1 +1,72 @@
-"""What a user can point at."""
+"""What a user can point at: an import string or a demo, with data, random input and weights beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from normscope.errors import BadTarget
+
+if TYPE_CHECKING:
+    import torch
+
+FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".pt2")
+
+
+@dataclass
+class Loaded:
+    """A model with what came along with it."""
+
+    model: torch.nn.Module
+    inputs: Any = None
+    targets: Any = None
+    mask: Any = None
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    dataset_size: int | None = None
+    synthetic: bool = False
+
+
+def resolve(
+    target: str,
+    *,
+    data: Path | None = None,
+    input_spec: str | None = None,
+    weights: Path | None = None,
+) -> Loaded:
+    """Load what ``target`` names; ``data`` or ``input_spec`` replace the inputs it brings.
+
+    Raises:
+        BadTarget: it cannot be loaded.
+        BadInput: the data file or the shape cannot be used.
+    """
+    from normscope.targets import batches, checkpoints, demos, imported
+
+    if target == "demo" or target.startswith("demo:"):
+        loaded = demos.load(target)
+    elif target.lower().endswith(FILES):
+        raise BadTarget(
+            f"{target} is a file of weights or a graph; a check needs the model's code: name it as "
+            f"package.module:attribute and pass the file with --weights {target}"
+        )
+    else:
+        loaded = imported.load(target)
+    if weights is not None:
+        checkpoints.load_into(loaded.model, weights)
+    if data is not None and input_spec is not None:
+        raise BadTarget("--data and --input exclude each other: real samples, or random numbers")
+    if data is not None:
+        batch = batches.read(data)
+        loaded.inputs, loaded.synthetic = batch.inputs, False
+        loaded.targets = batch.targets if batch.targets is not None else loaded.targets
+        loaded.mask = batch.mask if batch.mask is not None else loaded.mask
+    elif input_spec is not None:
+        loaded.inputs, loaded.targets, loaded.mask, loaded.synthetic = (
+            batches.random(input_spec),
+            None,
+            None,
+            True,
+        )
+    return loaded

@@ -40,6 +40,8 @@ class Rule:
     page: str
     """Markdown"""
     check: Callable[[Subject], Iterable[Finding | NotRun]]
+    real_data: bool = False
+    """says something about the user's data, so random inputs cannot decide it"""
 
     @property
     def summary(self) -> str:
@@ -51,7 +53,7 @@ _RULES: dict[str, Rule] = {}
 
 
 def rule(
-    code: str, name: str, *, kinds: str, needs: tuple[str, ...] = ()
+    code: str, name: str, *, kinds: str, needs: tuple[str, ...] = (), real_data: bool = False
 ) -> Callable[
     [Callable[[Subject], Iterable[Finding | NotRun]]], Callable[[Subject], Iterable[Finding | NotRun]]
 ]:
@@ -68,7 +70,7 @@ def rule(
             raise ValueError(f"rule {code}: its docstring lacks the sections {missing}")
         if code in _RULES and _RULES[code].check.__module__ != check.__module__:
             raise ValueError(f"rule {code} is defined twice")
-        _RULES[code] = Rule(code, name, kinds, needs, page, check)
+        _RULES[code] = Rule(code, name, kinds, needs, page, check, real_data)
         return check
 
     return register

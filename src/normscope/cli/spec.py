@@ -1,0 +1,42 @@
+"""``normscope spec``: exactly what each normalization of a model is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+from normscope.cli.frame import console
+from normscope.errors import BadInput
+
+
+def command(
+    target: str = typer.Argument(
+        ..., metavar="TARGET", help="package.module:attribute, or demo, demo:healthy."
+    ),
+    data: Path | None = typer.Option(
+        None,
+        "--data",
+        metavar="FILE",
+        help="A batch; with one, functional and hand-written calls are found too.",
+    ),
+    input_: str | None = typer.Option(
+        None, "--input", metavar="SHAPE", help="Random input where there is no data: 8x3x224x224."
+    ),
+    format_: str = typer.Option("text", "--format", metavar="FORMAT", help="text or json."),
+    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
+) -> None:
+    """Print a table of every site: axes, variance, denominator, dtype, state, and mode in train and in eval."""
+    if format_ not in ("text", "json"):
+        raise BadInput(f"--format is text or json; got {format_!r}")
+    from normscope import targets
+    from normscope.doctor.describe import describe
+    from normscope.render.sites import print_sites
+
+    loaded = targets.resolve(target, data=data, input_spec=input_)
+    rows = describe(loaded.model, loaded.inputs)
+    if format_ == "json":
+        print(json.dumps({"schema": 1, "target": target, "sites": [row.to_dict() for row in rows]}, indent=2))
+    else:
+        print_sites(rows, console())
