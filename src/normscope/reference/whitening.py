@@ -1,0 +1,124 @@
+"""Whitening: the axes in ``spec.whiten`` are decorrelated jointly, y = W (x - mean) with W S W^T = 1.
+
+S is the covariance over the erased axes, one matrix for each cell of the other kept axes, made regular by eps:
+S + eps 1 (``eps_at="variance"``) or S + eps trace(S) / k 1 (``"trace"``), k the number of whitened channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .inputs import Inputs
+from .moments import Array, moments
+
+METHODS = ("zca", "cholesky", "iternorm")
+
+
+def group_names(inputs: Inputs) -> tuple[str, ...]:
+    """The kept axes that are not whitened: each of their cells has a covariance of its own."""
+    return tuple(name for name in inputs.axes.kept if name not in _joint(inputs))
+
+
+def _joint(inputs: Inputs) -> tuple[str, ...]:
+    names = tuple(name for group in inputs.axes.names(inputs.spec.whiten) for name in group)
+    if not names or any(name not in inputs.axes.kept for name in names):
+        raise ValueError(
+            f"whitening decorrelates kept axes of {inputs.axes.pattern!r}; got whiten={inputs.spec.whiten!r}"
+        )
+    return names
+
+
+def whitened_size(inputs: Inputs) -> int:
+    """How many channels are whitened jointly."""
+    return math.prod(inputs.axes.sizes[name] for name in _joint(inputs))
+
+
+def _rows(inputs: Inputs) -> list[NDArray[np.int64]]:
+    """For each group: the flat positions of its elements as a (whitened channels, members) matrix."""
+    group = inputs.axes.label(group_names(inputs))
+    channel = inputs.axes.label(_joint(inputs))
+    groups = math.prod(inputs.axes.sizes[name] for name in group_names(inputs))
+    order = np.lexsort((channel, group))  # stable: members of every channel stay in the order of the input
+    ends = np.cumsum(np.bincount(group, minlength=groups))[:-1]
+    rows = [part.reshape(whitened_size(inputs), -1) for part in np.split(order, ends)]
+    if any((inputs.valid[part] != inputs.valid[part[:1]]).any() for part in rows):
+        raise ValueError(
+            "a mask holds for all channels that are whitened together; got one that differs along "
+            f"{inputs.spec.whiten!r}"
+        )
+    return rows
+
+
+def _centered(inputs: Inputs) -> Array:
+    if not inputs.spec.center:
+        return inputs.x
+    return moments(inputs.x, inputs.labels, inputs.sets, inputs.valid).centered
+
+
+def covariances(inputs: Inputs, correction: float) -> Array:
+    """Covariance over the valid members of each group, shape (groups, k, k); 0 for an empty group."""
+    centered = _centered(inputs)
+    found = []
+    for rows in _rows(inputs):
+        members = int(inputs.valid[rows[0]].sum())
+        found.append(centered[rows] @ centered[rows].T / (members - correction if members else 1.0))
+    return np.stack(found)
+
+
+def whitening_matrices(covariance: Array, spec: Any, eps: float) -> Array:
+    """W of each covariance in a stack (groups, k, k).
+
+    - ``zca``: S^(-1/2), the symmetric one.
+    - ``cholesky``: L^-1 with S = L L^T, lower triangular.
+    - ``iternorm``: ``spec.iterations`` steps of Newton's method towards S^(-1/2), P <- (3 P - P^3 S / t) / 2 from
+      P = 1, and W = P / sqrt(t), t = trace(S) (Huang et al. 2019, algorithm 1).
+    """
+    k = covariance.shape[-1]
+    one = np.broadcast_to(np.eye(k), covariance.shape)
+    if spec.eps_at == "variance":
+        regular = covariance + eps * one
+    elif spec.eps_at == "trace":
+        regular = covariance + eps * _trace(covariance) / k * one
+    else:
+        raise ValueError(f"eps stands at variance or trace of a covariance; got {spec.eps_at!r}")
+    if spec.scale == "zca":
+        values, vectors = np.linalg.eigh(regular)
+        matrices = (vectors / np.sqrt(values)[:, None, :]) @ vectors.swapaxes(1, 2)
+    elif spec.scale == "cholesky":
+        matrices = np.linalg.solve(np.linalg.cholesky(regular), one)
+    else:
+        t, matrices = _trace(regular), one
+        for _ in range(spec.iterations):
+            matrices = 1.5 * matrices - 0.5 * matrices @ matrices @ matrices @ (regular / t)
+        matrices = matrices / np.sqrt(t)
+    return np.asarray(matrices, dtype=np.float64)
+
+
+def _trace(matrices: Array) -> Array:
+    return np.asarray(np.trace(matrices, axis1=1, axis2=2)[:, None, None], dtype=np.float64)
+
+
+def whitened(inputs: Inputs) -> Array:
+    """W (x - mean) of every element, by the statistics of the input."""
+    matrices = whitening_matrices(covariances(inputs, float(inputs.spec.correction)), inputs.spec, inputs.eps)
+    return _apply(matrices, _centered(inputs), _rows(inputs))
+
+
+def whitened_by(inputs: Inputs, mean: Array, var: Array, var_labels: NDArray[np.int64]) -> Array:
+    """W (x - mean) of every element, by a stored mean of every element and stored covariances (or W)."""
+    spec = inputs.spec
+    matrices = var if spec.whiten_state == "whitening" else whitening_matrices(var, spec, inputs.eps)
+    rows = _rows(inputs)
+    which = [int(var_labels[part.flat[0]]) if part.size else 0 for part in rows]
+    return _apply(matrices[which], inputs.x - mean if spec.center else inputs.x, rows)
+
+
+def _apply(matrices: Array, centered: Array, rows: list[NDArray[np.int64]]) -> Array:
+    value = np.zeros_like(centered)
+    for matrix, part in zip(matrices, rows, strict=True):
+        value[part] = matrix @ centered[part]
+    return value
