@@ -1,0 +1,386 @@
+"""Run the user's model as often as wanted, and leave no trace in it.
+
+Memory is put back by copy-on-write (``copy_on_write``), what tensors carry besides by ``tensor_state``, the Python
+objects of the model by ``module_state``, random numbers and global switches by ``ambient``. Extra memory: the
+buffers, which are small and cloned up front, and what a run really writes.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from normscope.doctor.ambient import Ambient, seed_everything
+from normscope.doctor.copy_on_write import CopyOnWrite, EscapeWatch, Vault
+from normscope.doctor.module_state import ObjectState
+from normscope.doctor.run_output import independent
+from normscope.doctor.tensor_state import HookStash, TensorState
+
+MODES = ("now", "eval", "batch", "train")
+CHECKSUM_LIMIT = 2 * 2**30
+"""bytes of parameters up to which a checksum (about 3 GB/s) proves that nothing escaped"""
+
+
+class Refused(Exception):
+    """The model cannot be run without changing it, or at all; ``reason`` says what, where and what to do."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Session:
+    """Runs of one model that leave everything about it bit for bit as it was.
+
+    After each run, whether it returned, raised or was interrupted, these are as before: parameters, buffers and
+    plain tensors (contents, address, ``.grad``, ``requires_grad``), the inputs, each module's ``training`` flag, its
+    hooks and every other attribute (counters, caches, lists, rebound tensors), random states, autocast, grad mode
+    and default dtype. Gradient hooks of parameters are silent for the length of the session.
+
+    Args:
+        model: the user's module. ``torch.compile`` and data-parallel wrappers are taken off (``session.model``).
+        seed: every run starts the global random generators from it, so equal runs give equal results.
+
+    Raises:
+        Refused: lazy or meta parameters, or a model sharded by FSDP.
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    >>> x = torch.randn(8, 3)
+    >>> with Session(model) as session:
+    ...     first = session.forward((x,), mode="train")
+    ...     second = session.forward((x,), mode="train")
+    >>> torch.equal(first, second), int(model[1].num_batches_tracked)
+    (True, 0)
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int = 0) -> None:
+        self.model = _unwrap(model)
+        self.seed = seed
+        self.unverified: list[str] = []
+        """what could not be proved to be as before, or could not be done as asked; complete after the session"""
+        self.modules: dict[str, nn.Module] = {
+            clean_path(path): module for path, module in self.model.named_modules(remove_duplicate=False)
+        }
+        """every module by path, under each of its paths"""
+        self._refuse_unmaterialized()
+        self._modes: dict[tuple[str, ...], dict[str, bool]] = {}
+        self._open = False
+
+    # -- the session's frame -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        self._vault = Vault()
+        # C++ attributes of scripted modules show only through the module's own lists of tensors
+        self._objects = ObjectState([self.model, *self.model.parameters(), *self.model.buffers()])
+        self.unverified += self._objects.skipped
+        names = _tensor_names(self.model)
+        self._tensors = [TensorState(tensor) for tensor in self._objects.tensors]
+        for tensor in self._objects.tensors:
+            name = names.get(id(tensor), "a tensor attribute")
+            if not self._vault.hold(tensor, name):
+                self.unverified.append(f"{name}: its memory ({tensor.layout}) is out of reach")
+        for buffer in self.model.buffers():
+            self._vault.save(buffer)
+        self._affordable = self._vault.total_bytes() <= CHECKSUM_LIMIT
+        if self._affordable:
+            self._vault.checksum()
+        else:
+            self.unverified.append(
+                f"parameters ({self._vault.total_bytes() / 2**30:.1f} GiB, more than "
+                f"{CHECKSUM_LIMIT / 2**30:.0f} GiB) have no checksum: a write by a C++ extension or through a raw "
+                f"pointer would go unseen"
+            )
+        self._stashes = [HookStash(tensor) for tensor in self._objects.tensors if tensor.is_leaf]
+        self._open = True
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with _uninterrupted():
+            self._open = False
+            self._restore()
+            for stash in self._stashes:
+                stash.restore()
+            for tensor in self._tensors:
+                tensor.restore_version()
+            for name in self._vault.changed():
+                self.unverified.append(
+                    f"{name}: its memory was changed by something no operation showed (a C++ extension, a raw "
+                    f"pointer) and could not be put back"
+                )
+
+    def _restore(self) -> None:
+        self._objects.restore()
+        for tensor in self._tensors:
+            tensor.restore()
+        self._vault.restore()
+
+    @contextmanager
+    def _restoring(self, *inputs: Any) -> Iterator[tuple[Vault, ...]]:
+        """Whatever happens inside to the model, to ``inputs`` or to global state is undone."""
+        if not self._open:
+            raise RuntimeError(
+                "a session runs inside `with Session(model) as session:`, and this one is not open"
+            )
+        given = ObjectState(inputs)
+        states = [TensorState(tensor) for tensor in given.tensors]
+        vault = Vault()
+        for tensor in given.tensors:
+            vault.hold(tensor)
+        ambient = Ambient()
+        try:
+            vaults = (self._vault, vault)
+            with CopyOnWrite(vaults), EscapeWatch(vaults, pointers=self._affordable):
+                yield vaults
+        finally:
+            with _uninterrupted():
+                ambient.restore()
+                self._restore()
+                given.restore()
+                for state in states:
+                    state.restore()
+                vault.restore()
+                for state in states:
+                    state.restore_version()
+
+    # -- runs ----------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        mode: str = "now",
+        grad: bool = False,
+        watch: Iterable[AbstractContextManager[Any]] = (),
+    ) -> Any:
+        """One forward pass; its output, everything else as before.
+
+        Args:
+            mode: ``"now"``, the flags as they are; ``"eval"`` and ``"train"``, the flags that the model's own
+                ``eval()`` and ``train()`` give; ``"batch"``, the flags of eval except that modules with running
+                statistics that are live in training normalize by the batch. In ``"batch"`` functional dropout is
+                off too. A functional batch norm follows the flag of the module that owns its running statistics:
+                a module with a buffer named ``running_mean`` or ``running_var`` counts as a norm.
+            grad: keep the graph. Where the model writes in place what its backward reads, use ``gradient_run``,
+                which puts back only afterwards; autograd raises here.
+            watch: context managers entered around the forward.
+
+        Raises:
+            Refused: inference tensors in a mode that would write them, or with ``grad``.
+        """
+        with self._running(args, kwargs, mode=mode, grad=grad, watch=watch) as (output, vaults):
+            return independent(output, lambda tensor: any(vault.written(tensor) for vault in vaults))
+
+    @contextmanager
+    def gradient_run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        mode: str = "now",
+        watch: Iterable[AbstractContextManager[Any]] = (),
+    ) -> Iterator[Any]:
+        """A forward pass whose output is good for ``torch.autograd.grad`` inside the ``with`` block.
+
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        >>> with Session(model) as session, session.gradient_run((torch.randn(8, 3),), mode="batch") as output:
+        ...     (gradient,) = torch.autograd.grad(output.square().sum(), [model[0].weight])
+        >>> gradient.shape, model[0].weight.grad
+        (torch.Size([4, 3]), None)
+        """
+        with self._running(args, kwargs, mode=mode, grad=True, watch=watch) as (output, _):
+            yield output
+
+    @contextmanager
+    def _running(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        *,
+        mode: str,
+        grad: bool,
+        watch: Iterable[AbstractContextManager[Any]],
+    ) -> Iterator[tuple[Any, tuple[Vault, ...]]]:
+        kwargs = {} if kwargs is None else kwargs
+        flags = self._flags(mode)
+        self._refuse_inference_tensors(mode, grad)
+        with self._restoring(args, kwargs) as vaults:
+            for path, flag in flags.items():
+                set_training(self.modules[path], flag)
+            seed_everything(self.seed)
+            with ExitStack() as around:
+                around.enter_context(torch.inference_mode(False))
+                around.enter_context(torch.set_grad_enabled(grad))
+                if (
+                    "torch._dynamo" in sys.modules
+                ):  # nothing can be compiled otherwise, and importing it takes a second
+                    around.enter_context(torch.compiler.set_stance("force_eager"))
+                if mode == "batch":
+                    around.enter_context(_NoFunctionalDropout())
+                with ExitStack() as watching:
+                    for watcher in watch:
+                        watching.enter_context(watcher)
+                    output = self.model(*args, **kwargs)
+                yield output, vaults
+
+    # -- modes ---------------------------------------------------------------------------------------------
+
+    def modes_after(self, *calls: str) -> dict[str, bool]:
+        """The training flag of every module, by path, after the model's own ``train()`` or ``eval()``.
+
+        The methods are really called, since a model may override them (to keep norms frozen, for instance), and
+        their effects are undone. Several names are called one after the other: ``modes_after("train", "eval")``.
+
+        >>> with Session(nn.Sequential(nn.BatchNorm1d(4)).eval()) as session:
+        ...     session.modes_after("train")
+        {'': True, '0': True}
+        """
+        if calls not in self._modes:
+            with self._restoring():
+                for call in calls:
+                    getattr(self.model, call)()
+                self._modes[calls] = {path: is_training(module) for path, module in self.modules.items()}
+        return dict(self._modes[calls])
+
+    def _flags(self, mode: str) -> dict[str, bool]:
+        if mode not in MODES:
+            raise ValueError(f"mode is one of {', '.join(MODES)}, got {mode!r}")
+        if mode == "now":
+            return {}
+        if mode == "batch":
+            live = self._after("train")
+            return {
+                path: live[path] if has_running_state(self.modules[path]) else flag
+                for path, flag in self._after("eval").items()
+            }
+        return self._after(mode)
+
+    def _after(self, call: str) -> dict[str, bool]:
+        """``modes_after``, or every flag alike where the model's own method raises (exported programs do)."""
+        try:
+            return self.modes_after(call)
+        except Exception as error:
+            note = f"model.{call}() raised {type(error).__name__}: flags were set one by one"
+            if note not in self.unverified:
+                self.unverified.append(note)
+            return dict.fromkeys(self.modules, call == "train")
+
+    # -- refusals ------------------------------------------------------------------------------------------
+
+    def _refuse_unmaterialized(self) -> None:
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if torch.nn.parameter.is_lazy(tensor):
+                raise Refused(
+                    f"{clean_path(name)} is lazy: it gets its shape in the first forward pass, which also changes the "
+                    f"module's class. Run the model once on a batch, then check it"
+                )
+            if tensor.is_meta:
+                raise Refused(
+                    f"{clean_path(name)} is on the meta device: it has a shape but no values. Load the weights "
+                    f"(model.to_empty(device=...), then load_state_dict), then check the model"
+                )
+
+    def _refuse_inference_tensors(self, mode: str, grad: bool) -> None:
+        tensors: list[tuple[str, torch.Tensor]] = []
+        if mode in ("batch", "train"):
+            tensors += self.model.named_buffers()
+        if grad:
+            tensors += self.model.named_parameters()
+        for name, tensor in tensors:
+            if tensor.is_inference():
+                what = "differentiate" if grad else "update"
+                raise Refused(
+                    f"{clean_path(name)} is an inference tensor, which torch does not let a training run {what}. "
+                    f"Build or load the model outside torch.inference_mode(), or check it in eval mode"
+                )
+
+
+class _NoFunctionalDropout(torch.overrides.TorchFunctionMode):
+    """Turns off ``F.dropout`` and its kin, which a module in training mode for its statistics would switch on."""
+
+    _DROPOUTS = frozenset(
+        getattr(nn.functional, name)
+        for name in (
+            "dropout", "dropout1d", "dropout2d", "dropout3d",
+            "alpha_dropout", "feature_alpha_dropout",
+        )
+    )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._DROPOUTS:
+            return func(args[0] if args else kwargs["input"], training=False)
+        return func(*args, **kwargs)
+
+
+def has_running_state(module: nn.Module) -> bool:
+    """Whether the module itself owns running statistics: a buffer named like one."""
+    return any(
+        buffer is not None and ("running_" in name or "moving_" in name)
+        for name, buffer in module.__dict__.get("_buffers", {}).items()
+    )
+
+
+def is_training(module: nn.Module) -> bool:
+    return bool(getattr(module, "training", False))
+
+
+def set_training(module: nn.Module, flag: bool) -> None:
+    """Set one module's flag, past an overridden ``train`` or ``__setattr__``."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        module.__dict__["training"] = flag
+    elif hasattr(module, "training"):  # it lives in C++; a frozen script has none
+        module.training = flag
+
+
+def clean_path(path: str) -> str:
+    """A module path without the links that ``torch.compile`` and data-parallel wrappers put in."""
+    return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_fsdp_wrapped_module"))
+
+
+def _unwrap(model: Any) -> nn.Module:
+    while True:
+        kind = type(model).__name__
+        if kind == "OptimizedModule":
+            model = model._orig_mod
+        elif isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif kind == "FullyShardedDataParallel":
+            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                raise Refused(
+                    "the model is sharded by FSDP over several ranks: its own modules hold pieces of their "
+                    "parameters. Check the model before wrapping it, or load its full state dict into a plain copy"
+                )
+            model = model.module
+        else:
+            unwrapped: nn.Module = model
+            return unwrapped
+
+
+def _tensor_names(model: nn.Module) -> dict[int, str]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {id(tensor): clean_path(name) for name, tensor in reversed(named)}
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Puts off Ctrl-C until the block is done: half a restoration would be worse than none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread receives signals
+        return
+    pending: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *received: pending.append(received))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pending and callable(before):
+            before(*pending[0])

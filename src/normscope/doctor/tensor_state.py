@@ -1,0 +1,84 @@
+"""What a tensor carries besides its memory: where it lies, requires_grad, the gradient's identity, version, hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class TensorState:
+    """The record of one tensor, and the way back to it. Bytes are the vault's (``copy_on_write``)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._data = (
+            tensor.data
+        )  # a second tensor on the same memory: the way back from `tensor.data = other`
+        self._layout = _layout(tensor)
+        self._leaf = tensor.is_leaf
+        self._requires_grad = tensor.requires_grad
+        self._grad = tensor.grad if tensor.is_leaf else None
+        self._version = None if tensor.is_inference() else tensor._version
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return self._grad
+
+    def restore(self) -> None:
+        tensor = self._tensor
+        if self._leaf and not tensor.is_leaf:
+            tensor.detach_()  # a buffer updated in place from a parameter in grad mode has joined the graph
+        if _layout(tensor) != self._layout:
+            tensor.data = self._data
+        if self._leaf:
+            if tensor.requires_grad != self._requires_grad:
+                tensor.requires_grad_(self._requires_grad)
+            if tensor.grad is not self._grad:
+                tensor.grad = self._grad
+
+    def restore_version(self) -> None:
+        """Wind the version counter back: the bytes are those of that version, so graphs saved by the user hold.
+
+        Only at the very end: between two runs the counter must go on rising, or a graph that saved a value of the
+        first run could be taken to fit the second.
+        """
+        if self._version is not None and self._tensor._version != self._version:
+            torch._C._autograd._unsafe_set_version_counter((self._tensor,), (self._version,))
+
+
+class HookStash:
+    """Silences a leaf tensor's gradient hooks by emptying their dicts, which the user's handles keep pointing at."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._dicts: dict[str, Any] = {}
+        self._items: dict[str, list[tuple[int, Any]]] = {}
+        for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(tensor, attribute, None)
+            self._dicts[attribute] = hooks
+            if hooks is not None:
+                self._items[attribute] = list(hooks.items())
+                hooks.clear()
+
+    def restore(self) -> None:
+        for attribute, hooks in self._dicts.items():
+            current = getattr(self._tensor, attribute, None)
+            if current is not None and current is not hooks:
+                current.clear()  # registered during the run
+            if current is not hooks:
+                setattr(self._tensor, attribute, hooks)
+            if hooks is not None:
+                hooks.clear()
+                hooks.update(self._items[attribute])
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where the tensor lies: enough to notice ``tensor.data = other``, ``set_``, ``resize_`` and ``t_``."""
+    known: tuple[Any, ...] = (tensor.dtype, tensor.device, tensor.shape)
+    if tensor.layout is not torch.strided:
+        return known
+    try:
+        return (*known, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().data_ptr())
+    except (NotImplementedError, RuntimeError):
+        return known
