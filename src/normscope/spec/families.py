@@ -138,7 +138,6 @@ def instance_norm(
     return NormSpec(
         f"{layout} -> {'b c' if batched else 'c'}",
         ndim=ndim or ((3, None) if batched else (2, None)),
-        sample_axis=None if batched else "",
         weight="c" if weight else None,
         bias="c" if bias else None,
         eps=eps,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from normscope.spec import bound, text, validate
 from normscope.spec.bound import BoundSpec
 from normscope.spec.parts import Cast, Running, Sizes
-from normscope.spec.pattern import ELLIPSIS, Group, Pattern, tokenize, untokenize
+from normscope.spec.pattern import Group, Pattern, tokenize, untokenize
 
 if TYPE_CHECKING:
     from normscope.spec.laws import Properties
@@ -29,7 +29,7 @@ class NormSpec:
         ndim: bounds ``(low, high)`` of the input's number of axes, ``high`` None for no bound; a number for
             exactly that many. A wrong rank is otherwise silent.
         sample_axis: name of an axis (or ``"..."``: its first axis) whose input axis holds the samples; ``""`` for
-            none. None: the input axis that holds ``b``, else the first axis of ``...``, else none.
+            none. None: the input axis that holds ``b``, else the first axis of a ``...`` that comes first, else none.
         sizes: sizes of named axes, ``{"g": 32}``; each factored axis needs all but one.
         remainder: what a sample axis ``(v b)`` does when it does not divide: ``"error"``, ``"short"`` (33 =
             32 + 1) or ``"balanced"`` (33 = 17 + 16). Needs exactly one of the two sizes.
@@ -37,10 +37,9 @@ class NormSpec:
             None: there is none. ``""``: one scalar.
         source: ``"parameter"``, or ``"input"`` where gain and bias are computed (adaptive, conditional).
         center: subtract the mean.
-        scale: what the denominator measures, of the value that is divided (x - mean where ``center``, else x,
-            save that ``"std"`` is about the mean always): ``"std"`` the variance, ``"rms"`` the mean square,
-            ``"l2"`` the sum of squares; or the covariance over `whiten`: ``"zca"``, ``"cholesky"``,
-            ``"iternorm"``.
+        scale: v under the denominator: ``"std"`` the variance about the mean, ``"rms"`` the mean square of x, ``"l2"``
+            the sum of squares of x, each whether or not the mean is subtracted; or the covariance over `whiten`:
+            ``"zca"``, ``"cholesky"``, ``"iternorm"``.
         whiten: kept axes that are decorrelated jointly, ``"c"``; only with a whitening scale.
         iterations: steps of Newton's method, for ``"iternorm"``.
         whiten_state: whether running state is the ``"covariance"`` or the ``"whitening"`` matrix.
@@ -94,6 +93,7 @@ class NormSpec:
             "sizes": Sizes(self.sizes),
             "weight": None if self.weight is None else untokenize(tokenize(self.weight)),
             "bias": None if self.bias is None else untokenize(tokenize(self.bias)),
+            "sample_axis": None if self.sample_axis == pattern.usual_samples else self.sample_axis,
         }
         for name, value in tidy.items():
             object.__setattr__(self, name, value)
@@ -109,11 +109,8 @@ class NormSpec:
     @property
     def sample_group(self) -> Group | None:
         """The input axis that holds the samples, as its factors; ``("...",)`` for the first axis of the ellipsis."""
-        pattern = self.pattern
-        name = self.sample_axis
-        if name is None:
-            name = "b" if "b" in pattern.names else ELLIPSIS if pattern.has_ellipsis else ""
-        return pattern.group_of(name) if name else None
+        name = self.pattern.usual_samples if self.sample_axis is None else self.sample_axis
+        return self.pattern.group_of(name) if name else None
 
     @property
     def running_axes(self) -> str:

@@ -119,6 +119,13 @@ class Pattern:
         """The least number of input axes that fits."""
         return len(self.left) - self.has_ellipsis
 
+    @property
+    def usual_samples(self) -> str:
+        """The name whose input axis holds the samples by custom: ``b``, else a leading ``...``, else "" for none."""
+        if "b" in self.names:
+            return "b"
+        return ELLIPSIS if self.left[0] == (ELLIPSIS,) else ""
+
     def group_of(self, name: str) -> Group:
         """The input axis that the name is a factor of."""
         return next(group for group in self.left if name in group)
