@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from normscope.doctor.tracing.paths import ModuleNames
     from normscope.spec import NormSpec
 
 STATE_NAMES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -97,6 +98,8 @@ class Site:
     expected_eps: float | None = None
     """eps that the model's own config names, where it has one"""
     _arrays: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    _names: ModuleNames | None = field(default=None, repr=False)
+    """module paths of the model that the site was found in"""
 
     def array(self, name: str) -> NDArray[np.float64] | None:
         """The state tensor ``name`` as float64, or None where the site has none."""

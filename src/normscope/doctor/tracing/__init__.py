@@ -1,0 +1,1 @@
+"""Following one forward pass: which module runs, which normalizations are called, and what feeds what."""

@@ -1,0 +1,251 @@
+"""Every call of a normalization while a model runs: modules, functions, and operators that a script hides.
+
+A torch function mode sees calls as they are written, with the user's arguments. It does not see what scripted and
+traced modules call: a dispatch mode below it passes their operators up again, and since the function mode steps aside
+while one of its functions runs, only operators that no visible function called arrive that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from normscope.doctor.tracing.ops import op_name
+from normscope.doctor.tracing.paths import Frame, ModuleNames, ModuleStack
+from normscope.reading import UnknownNormalization, read, read_call
+
+if TYPE_CHECKING:
+    from normscope.doctor.tracing.dataflow import Dataflow
+    from normscope.spec import NormSpec
+
+
+@dataclass(eq=False)
+class NormCall:
+    """One call of one normalization, with the user's tensors."""
+
+    name: str
+    """the site's name"""
+    kind: str
+    """module | functional | hidden"""
+    type_name: str
+    frame: Frame
+    """the norm's own module, or the forward that the call stands in"""
+    input: Tensor
+    output: Tensor
+    spec: NormSpec | None
+    reason: str
+    """why ``spec`` is None"""
+    mode: str
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class NormCalls:
+    """Context manager around a forward: calls ``tell(NormCall)`` after each call of a normalization.
+
+    Args:
+        names: of the model that will run.
+        modules: ids of the modules that are normalizations; what happens inside them is theirs.
+        tell: may compute with torch; that is not followed.
+        functions: follow functional calls (some microseconds per torch call).
+        hidden: also follow operators of scripted and traced modules.
+        keep_running: ``tensors`` hold the running statistics as they were before the call.
+        dataflow: follows what feeds what.
+    """
+
+    def __init__(
+        self,
+        names: ModuleNames,
+        modules: set[int],
+        tell: Callable[[NormCall], None],
+        *,
+        functions: bool = True,
+        hidden: bool = True,
+        keep_running: bool = False,
+        dataflow: Dataflow | None = None,
+    ) -> None:
+        self.stack = ModuleStack(names, self._entered, self._left)
+        self.dataflow = dataflow
+        self._modules = modules
+        self._tell = tell
+        self._functions = functions
+        self._hidden = hidden
+        self._keep_running = keep_running
+        self._inside: Frame | None = None  # a normalization module that is running
+        self._quiet = False  # while ``tell`` runs
+        self._before: tuple[_Read, dict[str, Tensor]] | None = None
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> NormCalls:
+        with ExitStack() as contexts:
+            contexts.enter_context(_unfused())
+            contexts.enter_context(self.stack)
+            if self._functions:
+                contexts.enter_context(_AsWritten(self))
+            if self._hidden:
+                contexts.enter_context(_PassUp())
+            self._contexts = contexts.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._contexts.__exit__(kind, error, trace)
+
+    @property
+    def following(self) -> bool:
+        """False inside a normalization and while ``tell`` runs."""
+        return self._inside is None and not self._quiet
+
+    def _entered(self, frame: Frame, args: tuple[Any, ...]) -> None:
+        if not self.following:
+            return
+        if id(frame.module) in self._modules:
+            self._inside = frame
+            self._before = None
+            found = _read(frame.module, None)
+            self._before = found, self._kept(found.tensors, found.mode)
+        elif self.dataflow is not None:
+            self.dataflow.entered(frame, args)
+
+    def _left(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._inside is None:
+            if self.dataflow is not None and not self._quiet:
+                self.dataflow.left(frame, args, kwargs, output)
+            return
+        if frame is not self._inside:
+            return
+        self._inside = None
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if given is None or not isinstance(output, Tensor) or self._before is None:
+            return
+        found, tensors = self._before
+        bound = _read(frame.module, given.dim())
+        call = NormCall(
+            frame.path,
+            "module",
+            found.type_name,
+            frame,
+            given,
+            output,
+            bound.spec,
+            bound.reason,
+            found.mode,
+            tensors,
+        )
+        self._told(call)
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one torch function, and follow it."""
+        name = op_name(func)
+        reading = read_call(func, args, kwargs) if name in NORMS else None
+        if reading is None:
+            output = func(*args, **kwargs)
+            if self.dataflow is not None:
+                output = self.dataflow.called(self.stack.top, name, args, kwargs, output)
+            return output
+        tensors = self._kept(reading.tensors, reading.mode)
+        output = func(*args, **kwargs)
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        kind = "hidden" if isinstance(func, torch._ops.OpOverload) else "functional"
+        frame = self.stack.top
+        call = NormCall(
+            frame.place(reading.type_name),
+            kind,
+            reading.type_name,
+            frame,
+            reading.input,
+            first,
+            reading.spec,
+            "",
+            reading.mode,
+            tensors,
+        )
+        self._told(call)
+        return output
+
+    def _kept(self, tensors: dict[str, Tensor], mode: str) -> dict[str, Tensor]:
+        """The call's tensors; running statistics that it will write are copied where they are to be kept."""
+        if not self._keep_running or mode != "batch":
+            return tensors
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return {k: v.clone() if k.startswith("running_") else v for k, v in tensors.items()}
+
+    def _told(self, call: NormCall) -> None:
+        if self.dataflow is not None:
+            self.dataflow.normalized(call)
+        self._quiet = True
+        try:
+            self._tell(call)
+        finally:
+            self._quiet = False
+
+
+NORMS = frozenset(
+    ("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize")
+    + ("native_batch_norm", "native_layer_norm", "native_group_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    + ("batch_norm_impl_index", "native_batch_norm_legit", "native_batch_norm_legit_functional")
+    + ("native_batch_norm_legit_no_training", "batch_norm_with_update", "batch_norm_with_update_functional")
+    + ("batch_norm_no_update", "fused_rms_norm")
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """What reading a module gave, an error kept as its reason."""
+
+    spec: NormSpec | None
+    reason: str
+    type_name: str
+    mode: str
+    tensors: dict[str, Tensor]
+
+
+def _read(module: nn.Module, ndim: int | None) -> _Read:
+    try:
+        found = read(module, input_ndim=ndim)
+    except (UnknownNormalization, ValueError) as error:
+        return _Read(None, str(error), type(module).__name__, "input", {})
+    return _Read(found.spec, "", found.type_name, found.mode_now, found.tensors)
+
+
+class _AsWritten(TorchFunctionMode):
+    """Sees each torch call as the user wrote it."""
+
+    def __init__(self, calls: NormCalls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._calls.following:
+            return func(*args, **(kwargs or {}))
+        return self._calls.called(func, args, kwargs or {})
+
+
+class _PassUp(TorchDispatchMode):
+    """Calls each operator again, so that a function mode sees those that no visible function called."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Without the fused transformer layer, which would hide the normalizations inside."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
