@@ -1,0 +1,79 @@
+"""Which norms stay frozen: their training flags after the model's own ``train()``, and what is frozen around them.
+
+A model may override ``train()`` to keep norms in eval, or may not: the method is really called, and undone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from normscope.doctor.probes import Probe
+from normscope.doctor.tracing.paths import ModuleNames
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from normscope.doctor.site import Site
+    from normscope.doctor.subject import Subject
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Training flags of the module that runs a site, and the parameters of and around it."""
+
+    training_now: bool
+    training_after_train: bool
+    """after the model's ``train()``"""
+    training_after_eval: bool
+    """after ``train()`` and then ``eval()``"""
+    parameters_frozen: bool
+    """it has a gain or a bias, and none requires a gradient"""
+    block_frozen: bool
+    """no parameter of the smallest enclosing module that holds others than the site's own requires a gradient"""
+    block: str
+    """path of that module"""
+
+
+class FreezeProbe(Probe):
+    """``measured["freeze"]``: site name -> :class:`Freeze`."""
+
+    name = "freeze"
+
+    def finish(self, subject: Subject) -> dict[str, Freeze]:
+        names = ModuleNames(subject.model)
+        in_train = subject.session.modes_after("train")
+        in_eval = subject.session.modes_after("train", "eval")
+        return {site.name: _freeze(site, names, in_train, in_eval) for site in subject.sites}
+
+
+def _freeze(site: Site, names: ModuleNames, in_train: dict[str, bool], in_eval: dict[str, bool]) -> Freeze:
+    around = names.ancestors(site.path)
+    module = site.module if site.module is not None else around[0]
+    path = names.raw(module)
+    own = [tensor for name, tensor in site.tensors.items() if name in ("weight", "bias")]
+    block = _block(around, own)
+    return Freeze(
+        training_now=bool(module.training),
+        training_after_train=in_train[path],
+        training_after_eval=in_eval[path],
+        parameters_frozen=_frozen(own),
+        block_frozen=_frozen(block.parameters()),
+        block=names.path(block) or "",
+    )
+
+
+def _block(around: list[torch.nn.Module], own: list[torch.Tensor]) -> torch.nn.Module:
+    """The innermost module with a parameter that is not the site's own, else the model."""
+    mine = {id(tensor) for tensor in own}
+    for module in around:
+        if any(id(parameter) not in mine for parameter in module.parameters()):
+            return module
+    return around[-1]
+
+
+def _frozen(tensors: Iterable[torch.Tensor]) -> bool:
+    flags = [tensor.requires_grad for tensor in tensors]
+    return bool(flags) and not any(flags)
