@@ -67,8 +67,10 @@ class Session:
         self.seed = seed
         self.unverified: list[str] = []
         """what could not be proved to be as before, or could not be done as asked; complete after the session"""
-        self.modules: dict[str, nn.Module] = dict(self.model.named_modules(remove_duplicate=False))
-        """every module by the path that ``named_modules`` gives, under each of its paths"""
+        self.modules: dict[str, nn.Module] = {
+            clean_path(path): module for path, module in self.model.named_modules(remove_duplicate=False)
+        }
+        """every module by path, under each of its paths (of a compiled wrapper and its inside, the inside)"""
         self._refuse_unmaterialized()
         self._modes: dict[tuple[str, ...], dict[str, bool]] = {}
         self._open = False
@@ -278,12 +280,12 @@ class Session:
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if torch.nn.parameter.is_lazy(tensor):
                 raise Refused(
-                    f"{name} is lazy: it gets its shape in the first forward pass, which also changes the "
+                    f"{clean_path(name)} is lazy: it gets its shape in the first forward pass, which also changes the "
                     f"module's class. Run the model once on a batch, then check it"
                 )
             if tensor.is_meta:
                 raise Refused(
-                    f"{name} is on the meta device: it has a shape but no values. Load the weights "
+                    f"{clean_path(name)} is on the meta device: it has a shape but no values. Load the weights "
                     f"(model.to_empty(device=...), then load_state_dict), then check the model"
                 )
 
@@ -297,7 +299,7 @@ class Session:
             if tensor.is_inference():
                 what = "differentiate" if grad else "update"
                 raise Refused(
-                    f"{name} is an inference tensor, which torch does not let a training run {what}. "
+                    f"{clean_path(name)} is an inference tensor, which torch does not let a training run {what}. "
                     f"Build or load the model outside torch.inference_mode(), or check it in eval mode"
                 )
 
@@ -340,6 +342,11 @@ def set_training(module: nn.Module, flag: bool) -> None:
         module.training = flag
 
 
+def clean_path(path: str) -> str:
+    """A module path without the links that ``torch.compile`` and FSDP put in: as the user wrote it."""
+    return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_fsdp_wrapped_module"))
+
+
 def _unwrap(model: Any) -> nn.Module:
     while True:
         kind = type(model).__name__
@@ -361,7 +368,7 @@ def _unwrap(model: Any) -> nn.Module:
 
 def _tensor_names(model: nn.Module) -> dict[int, str]:
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {id(tensor): name for name, tensor in reversed(named)}
+    return {id(tensor): clean_path(name) for name, tensor in reversed(named)}
 
 
 @contextmanager

@@ -50,9 +50,9 @@ class FreezeProbe(Probe):
 
 
 def _freeze(site: Site, names: ModuleNames, in_train: dict[str, bool], in_eval: dict[str, bool]) -> Freeze:
-    around = names.ancestors(site.path)
+    around = list(names.ancestors(site.path))
     module = site.module if site.module is not None else around[0]
-    path = names.raw(module)
+    path = names.path(module) or ""
     own = [tensor for name, tensor in site.tensors.items() if name in ("weight", "bias")]
     block = _block(around, own)
     return Freeze(
