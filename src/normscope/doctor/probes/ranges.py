@@ -1,0 +1,125 @@
+"""How large activations, their squares and their sums of squares get, against the dtype that holds them.
+
+Squares exist only where a site takes statistics of its input. PyTorch's own layers square in float32 whatever they
+are given; a hand-written norm squares in the dtype of its input unless it casts first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from normscope.doctor.probes import Probe
+from normscope.doctor.sets import sets_of
+
+if TYPE_CHECKING:
+    from normscope.doctor.site import Event, Site
+    from normscope.doctor.subject import Subject
+    from normscope.spec import NormSpec
+
+CALLS = 16
+WRITTEN_BY_HAND = ("hand-written", "inlined")
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The widest call of one site."""
+
+    run: str
+    mode: str
+    dtype: str
+    """of the input"""
+    working: str
+    """of the arithmetic, as far as it is known"""
+    squares_as_input: bool
+    """the statistics are taken in the input's dtype, whatever that is"""
+    largest: float
+    """largest |x|"""
+    square: float
+    """largest x^2; 0 where stored statistics normalize"""
+    sum_of_squares: float
+    """largest sum of squares over a statistic set; 0 where stored statistics normalize or it could not be told"""
+    set_size: int
+    working_max: float
+    """largest number of the working dtype"""
+    broken: bool
+    """the input is finite and the output is not"""
+
+
+class RangeOfActivations(Probe):
+    """site name -> ``Ranges``."""
+
+    name = "ranges"
+    runs = ("eval", "batch")
+
+    def start(self, subject: Subject) -> str | None:
+        self.found: dict[str, Ranges] = {}
+        return None
+
+    def observe(self, event: Event) -> None:
+        news = event.run == "eval" or event.mode == "batch"
+        if event.index >= CALLS or not news or not event.input.is_floating_point() or not event.input.numel():
+            return
+        seen = _ranges(event)
+        before = self.found.get(event.site.name)
+        if before is None or (seen.broken, seen.square, seen.largest) > (
+            before.broken,
+            before.square,
+            before.largest,
+        ):
+            self.found[event.site.name] = seen
+
+    def finish(self, subject: Subject) -> dict[str, Ranges]:
+        return self.found
+
+
+def working_dtype(site: Site, spec: NormSpec, given: torch.dtype) -> torch.dtype:
+    """The dtype the statistics are computed in: as the spec says, else by the rule of PyTorch's own layers."""
+    compute = spec.cast.compute
+    if compute == "input" or (compute is None and site.kind in WRITTEN_BY_HAND):
+        return given
+    if compute is not None:
+        named: torch.dtype = getattr(torch, compute)
+        return named
+    return torch.promote_types(given, torch.float32)
+
+
+def _ranges(event: Event) -> Ranges:
+    x = event.input.detach()
+    largest = max(abs(float(x.amax())), abs(float(x.amin())))
+    working = working_dtype(event.site, event.spec, x.dtype)
+    square = total = 0.0
+    size = 0
+    if event.mode in ("batch", "input"):
+        sets = sets_of(event)
+        square = largest**2
+        if not isinstance(sets, str) and sets.finite.any():
+            size = sets.size
+            total = float(np.max(np.where(sets.finite, sets.variance + sets.mean**2, 0.0))) * size
+    return Ranges(
+        run=event.run,
+        mode=event.mode,
+        dtype=_name(x.dtype),
+        working=_name(working),
+        squares_as_input=working == x.dtype
+        and working_dtype(event.site, event.spec, torch.float16) == torch.float16,
+        largest=largest,
+        square=square,
+        sum_of_squares=total,
+        set_size=size,
+        working_max=float(torch.finfo(working).max),
+        broken=bool(np.isfinite(largest)) and not _finite(event.output),
+    )
+
+
+def _finite(y: torch.Tensor) -> bool:
+    if not y.is_floating_point() or not y.numel():
+        return True
+    return bool(np.isfinite(float(y.amax()))) and bool(np.isfinite(float(y.amin())))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

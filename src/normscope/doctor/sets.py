@@ -1,0 +1,265 @@
+"""The statistic sets of one call: mean, variance and denominator of each, and whole sets to look at closely.
+
+The input is read twice, in pieces that stay in the processor's cache, and reduced to one mean and one variance a set.
+The second reading sums the distances from the first mean and their squares, so a variance is right to a few float32
+ulp whatever the level of the input; ``E[x^2] - E[x]^2`` would lose it, and with it every number that is judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from normscope.reference.moments import denominator
+from normscope.spec import PatternError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from normscope.doctor.site import Event
+    from normscope.spec import BoundSpec, NormSpec
+
+    Array = NDArray[np.float64]
+
+PIECE = 1 << 17
+"""elements that are reduced at a time; 512 kB of float32"""
+
+
+@dataclass(frozen=True, eq=False)
+class Sets:
+    """The statistic sets of one tensor. Arrays have one entry a set, kept axes in row-major order.
+
+    Moments are computed when first asked for: stored statistics normalize without them.
+    """
+
+    spec: NormSpec
+    bound: BoundSpec
+    eps: float
+    x: torch.Tensor
+    """the input, its axes split as the spec names them"""
+
+    @cached_property
+    def _moments(self) -> tuple[Array, Array, NDArray[np.bool_]]:
+        return _measure(self.x, [i for i, axis in enumerate(self.bound.axes) if not axis.kept], self.size)
+
+    @property
+    def mean(self) -> Array:
+        return self._moments[0]
+
+    @property
+    def variance(self) -> Array:
+        """biased, about the mean; exactly 0 where the set is constant"""
+        return self._moments[1]
+
+    @property
+    def constant(self) -> NDArray[np.bool_]:
+        """all elements of the set are the same number"""
+        return self._moments[2]
+
+    @property
+    def size(self) -> int:
+        """elements per set"""
+        return self.bound.set_size
+
+    @property
+    def finite(self) -> NDArray[np.bool_]:
+        known: NDArray[np.bool_] = np.isfinite(self.variance) & np.isfinite(self.mean)
+        return known
+
+    @property
+    def dead(self) -> NDArray[np.bool_]:
+        """Sets without anything to normalize: constant, or all zeros where no mean is subtracted."""
+        if self.spec.center:
+            return self.constant
+        zero: NDArray[np.bool_] = self.constant & (self.mean == 0)
+        return zero
+
+    @property
+    def under_root(self) -> Array:
+        """What the spec takes the root of: variance, mean square or sum of squares."""
+        if self.spec.scale == "std":
+            left = self.size - self.spec.correction
+            return self.variance * (self.size / left if left > 0 else np.nan)
+        mean_square = self.variance if self.spec.center else self.variance + self.mean**2
+        return mean_square if self.spec.scale == "rms" else mean_square * self.size
+
+    @property
+    def denominator(self) -> Array:
+        return denominators(self.under_root, self.spec, self.eps)
+
+    @property
+    def amplification(self) -> Array:
+        """|mean| / denominator: how much of the output one relative error of the input or of its mean becomes."""
+        if not self.spec.center:
+            return np.zeros_like(self.mean)
+        with np.errstate(all="ignore"):
+            return np.abs(self.mean) / self.denominator
+
+    def label(self, index: int) -> str:
+        """The set's place on the kept axes, such as ``b=3, c=17``."""
+        kept = [axis for axis in self.bound.axes if axis.kept]
+        places = np.unravel_index(index, [axis.size for axis in kept]) if kept else ()
+        return ", ".join(
+            f"{axis.name.replace('...', 'axis ')}={int(place)}"
+            for axis, place in zip(kept, places, strict=True)
+        )
+
+    def valid(self, mask: torch.Tensor | None) -> NDArray[np.bool_]:
+        """Which sets lie at valid positions of a (B, L) mask; all where the sets do not lie on its two axes."""
+        everywhere: NDArray[np.bool_] = np.ones(len(self.mean), dtype=bool)
+        kept = [axis for axis in self.bound.axes if axis.kept]
+        at = {axis.dim: i for i, axis in enumerate(kept)}
+        if mask is None or not {0, 1} <= set(at) or len(at) != len(kept):
+            return everywhere
+        if (kept[at[0]].size, kept[at[1]].size) != tuple(mask.shape):
+            return everywhere
+        places = np.unravel_index(np.arange(len(everywhere)), [axis.size for axis in kept])
+        valid: NDArray[np.bool_] = mask.cpu().numpy()[places[at[0]], places[at[1]]]
+        return valid
+
+    def take(self, tensor: torch.Tensor, sets: NDArray[np.int64]) -> Array:
+        """Whole sets of a tensor of the input's shape: float64 of shape (len(sets), size)."""
+        kept = [i for i, axis in enumerate(self.bound.axes) if axis.kept]
+        erased = [i for i, axis in enumerate(self.bound.axes) if not axis.kept]
+        view = tensor.detach().reshape(self.x.shape).permute(*kept, *erased)
+        if kept:
+            places = np.unravel_index(sets, [self.bound.axes[i].size for i in kept])
+            view = view[tuple(torch.from_numpy(place).to(view.device) for place in places)]
+        rows: Array = view.reshape(len(sets), -1).double().cpu().numpy()
+        return rows
+
+    def spread(self, values: Array, axes: str, sets: NDArray[np.int64]) -> Array:
+        """A weight or bias on ``axes`` as the elements of some sets see it, broadcastable to (len(sets), size)."""
+        sizes = {axis.name: axis.size for axis in self.bound.axes}
+        names: list[str] = []
+        for name in axes.replace("(", " ").replace(")", " ").split():
+            names += [a for a in sizes if a.startswith("...")] if name == "..." else [name]
+        table = values.reshape([sizes[name] for name in names])
+        kept = [axis.name for axis in self.bound.axes if axis.kept]
+        erased = [axis.name for axis in self.bound.axes if not axis.kept]
+        order = [name for name in (*kept, *erased) if name in names]
+        table = table.transpose([names.index(name) for name in order])
+        if kept:
+            places = dict(zip(kept, np.unravel_index(sets, [sizes[name] for name in kept]), strict=True))
+            on_kept = tuple(places[name] for name in order if name in places)
+            table = table[on_kept] if on_kept else table[None]
+        else:
+            table = table[None]
+        if not set(names) & set(erased):
+            column: Array = table.reshape(-1, 1)
+            return column
+        inner = [sizes[name] if name in names else 1 for name in erased]
+        table = np.broadcast_to(table.reshape(-1, *inner), (len(table), *(sizes[name] for name in erased)))
+        rows: Array = table.reshape(len(table), -1)
+        return rows
+
+    def gain(self, weight: torch.Tensor | None, sets: NDArray[np.int64]) -> Array:
+        """(offset + weight) * gain at the elements of some sets, broadcastable to (len(sets), size)."""
+        if weight is None or self.spec.weight is None:
+            return np.full((1, 1), self.spec.gain)
+        values: Array = weight.detach().double().cpu().numpy()
+        return (self.spec.weight_offset + self.spread(values, self.spec.weight, sets)) * self.spec.gain
+
+    def bias(self, bias: torch.Tensor | None, sets: NDArray[np.int64]) -> Array:
+        """The bias at the elements of some sets, broadcastable to (len(sets), size)."""
+        if bias is None or self.spec.bias is None:
+            return np.zeros((1, 1))
+        return self.spread(bias.detach().double().cpu().numpy(), self.spec.bias, sets)
+
+
+def denominators(under_root: Array, spec: NormSpec, eps: float) -> Array:
+    """The denominator where ``under_root`` is the variance, mean square or sum of squares."""
+    with np.errstate(all="ignore"):
+        return denominator(under_root, eps, spec.eps_at)[0]
+
+
+def working_eps(spec: NormSpec, dtype: torch.dtype) -> float:
+    """The spec's eps; the machine epsilon of the input's dtype where the spec has None."""
+    return float(torch.finfo(dtype).eps) if spec.eps is None else float(spec.eps)
+
+
+def sets_of(event: Event) -> Sets | str:
+    """The sets of this call's input, or why there is nothing to measure. Made once, shared by all probes."""
+    if "sets" not in event.extra:
+        event.extra["sets"] = _sets(event)
+    found: Sets | str = event.extra["sets"]
+    return found
+
+
+def _sets(event: Event) -> Sets | str:
+    x, spec = event.input.detach(), event.spec
+    if spec.scale not in ("std", "rms", "l2"):
+        return f"{spec.scale} whitening has no scalar denominator"
+    if not x.is_floating_point() or x.numel() == 0:
+        return "its input holds no real numbers"
+    try:
+        bound = spec.bind(tuple(x.shape))
+    except PatternError as error:
+        return str(error)
+    if bound.ragged:
+        return "its virtual batches differ in size"
+    for kind, shape in (("weight", bound.weight_shape), ("bias", bound.bias_shape)):
+        held = event.tensors.get(kind)
+        if held is not None and shape is not None and held.numel() != prod(shape):
+            return f"its {kind} of shape {tuple(held.shape)} is not the {shape} of its specification"
+    return Sets(spec, bound, working_eps(spec, x.dtype), x.reshape(bound.shape))
+
+
+def _measure(x: torch.Tensor, erased: list[int], size: int) -> tuple[Array, Array, NDArray[np.bool_]]:
+    """Mean, variance and constancy of every set."""
+    if not erased:  # sets of one element
+        mean: Array = x.double().cpu().numpy().ravel()
+        return mean, np.where(np.isfinite(mean), 0.0, np.nan), np.isfinite(mean)
+    mean, variance = _moments(x, erased, size)
+    constant = _constant(x, erased, mean, variance)
+    variance[constant] = 0.0
+    return mean, variance, constant
+
+
+def _moments(x: torch.Tensor, erased: list[int], size: int) -> tuple[Array, Array]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    first = x.sum(erased, keepdim=True, dtype=wide) / size
+    total = torch.zeros_like(first, dtype=torch.float64)
+    squares = torch.zeros_like(total)
+    for piece in _pieces(x.shape):
+        at = tuple(slice(None) if i in erased else where for i, where in enumerate(piece))
+        distance = x[piece] - first[at]
+        total[at] += distance.sum(erased, keepdim=True)
+        squares[at] += distance.mul_(distance).sum(erased, keepdim=True)
+    drift = total / size
+    mean = first.double() + drift
+    variance = (squares / size - drift**2).clamp_min(0)
+    return mean.cpu().numpy().ravel(), variance.cpu().numpy().ravel()
+
+
+def _pieces(shape: torch.Size) -> Iterator[tuple[slice, ...]]:
+    """Slices of at most about ``PIECE`` elements that cut the leading axes."""
+    if not shape:
+        yield ()
+        return
+    inner = prod(shape[1:])
+    if inner <= PIECE:
+        step = max(1, PIECE // max(1, inner))
+        for start in range(0, shape[0], step):
+            yield (slice(start, start + step), *(slice(None) for _ in shape[1:]))
+        return
+    for index in range(shape[0]):
+        for rest in _pieces(shape[1:]):
+            yield (slice(index, index + 1), *rest)
+
+
+def _constant(x: torch.Tensor, erased: list[int], mean: Array, variance: Array) -> NDArray[np.bool_]:
+    """Which sets hold one number only. Exact: largest equals smallest; looked at only where it is possible."""
+    # Rounded to its dtype, the mean of a constant set is off by at most a few ulp, which is all the variance it shows.
+    ulp = np.abs(mean) * torch.finfo(torch.float32).eps
+    if not bool((np.sqrt(variance) <= 8 * ulp + 1e-18).any()):
+        return np.zeros(len(mean), dtype=bool)
+    same = x.amax(erased, keepdim=True) == x.amin(erased, keepdim=True)
+    out: NDArray[np.bool_] = same.cpu().numpy().ravel()
+    return out
