@@ -54,9 +54,15 @@ def read(obj: Any, *, input_ndim: int | None = None) -> Reading:
     >>> norm.type_name, norm.mode_train, norm.mode_eval, norm.tensors["running_var"].shape
     ('torch.nn.BatchNorm1d', 'batch', 'running', torch.Size([3]))
     """
+    from normscope.spec import SpecError
+
     for reader in readers():
         if reader.read is not None and reader.needs in sys.modules:
-            reading = reader.read(obj, input_ndim)
+            try:
+                reading = reader.read(obj, input_ndim)
+            except SpecError as error:  # a module built with a number that no specification can hold
+                name = qualified_name(type(obj))
+                raise UnknownNormalization(f"{name} has no valid specification: {error}") from error
             if reading is not None:
                 return reading
     raise UnknownNormalization(_unknown(obj))

@@ -25,12 +25,13 @@ STASH = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # TensorPr
 def _read(obj: Any, input_ndim: int | None) -> Reading | None:
     import onnx
 
-    if not isinstance(obj, onnx.NodeProto) or obj.domain not in ("", "ai.onnx"):
+    if not isinstance(obj, onnx.NodeProto):
         return None
     if obj.op_type == "LRN":
         _refuse(obj, "divides by a sum over a window of neighbouring channels and is outside the family")
-    reader = _READERS.get(obj.op_type)
-    return None if reader is None else reader(obj, _Attributes(obj), input_ndim)
+    if obj.domain not in ("", "ai.onnx") or obj.op_type not in _READERS:
+        _refuse(obj, f"of domain {obj.domain or 'ai.onnx'} is none of the operators {', '.join(_READERS)}")
+    return _READERS[obj.op_type](obj, _Attributes(obj), input_ndim)
 
 
 class _Attributes:
@@ -111,7 +112,8 @@ def _lp_norm(node: NodeProto, attributes: _Attributes, input_ndim: int | None) -
     stats = erase((attributes.integer("axis", -1),), input_ndim)
     if stats is None:
         _refuse_axes(node, input_ndim)
-    return _stateless(node, NormSpec(stats, center=False, scale="l2", eps=0.0))
+    # a zero row stays zero, and no other row of float32 is as short as this
+    return _stateless(node, NormSpec(stats, center=False, scale="l2", eps=2.0**-149, eps_at="max"))
 
 
 def _mean_variance(node: NodeProto, attributes: _Attributes, input_ndim: int | None) -> Reading:
