@@ -87,7 +87,7 @@ def _numpy(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
         if "allow_pickle" in str(error):
             raise BadInput(
-                f"{path} holds pickled objects, which could run code; save plain arrays"
+                f"{path} holds no plain arrays (or pickled objects, which could run code); save it with numpy.save"
             ) from error
         raise BadInput(f"{path} cannot be read as NumPy arrays: {error}") from error
 

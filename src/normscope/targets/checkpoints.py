@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from normscope.errors import BadTarget
@@ -53,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read as plain tensors ({_first_line(error)}). Files that run code are never "
             "loaded: save it again as safetensors, or with torch.save(model.state_dict(), ...)"
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # a broken pickle stream can fail in any way; none of it ran code
         raise BadTarget(f"{path} is broken or of another format: {_first_line(error)}") from error
     if not isinstance(value, Mapping):
         return {"": value}

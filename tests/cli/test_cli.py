@@ -1,0 +1,215 @@
+"""The command line as a user runs it, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+MODELS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+    def forward(self, x):
+        return self.norm(self.conv(x)).relu().mean((2, 3))
+
+def trained():
+    torch.manual_seed(0)
+    model = Net()
+    for _ in range(60):
+        model(torch.randn(16, 3, 12, 12))
+    return model.eval()
+
+def with_data():
+    torch.manual_seed(1)
+    return trained(), torch.randn(16, 3, 12, 12)
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("no such luck")
+
+def raises():
+    return Raises(), torch.zeros(2, 3)
+
+def needs(width):
+    return nn.Linear(width, 1)
+
+def broken():
+    raise KeyError("config")
+
+number = 3
+"""
+
+
+def run(*args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from normscope.cli import main; main()", *args],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("user")
+    (path / "models.py").write_text(MODELS)
+    torch.manual_seed(2)
+    np.save(path / "batch.npy", torch.randn(16, 3, 12, 12).numpy())
+    np.save(path / "shifted.npy", (torch.randn(16, 3, 12, 12) * 3 + 5).numpy())
+    np.save(path / "nan.npy", np.full((8, 3, 12, 12), np.nan, dtype=np.float32))
+    np.save(path / "empty.npy", np.zeros((0, 3, 12, 12), dtype=np.float32))
+    np.save(path / "flat.npy", np.zeros((8, 5), dtype=np.float32))
+    np.save(path / "ints.npy", np.zeros((8, 3, 12, 12), dtype=np.int64))
+    return path
+
+
+def test_the_demo_has_findings_and_the_healthy_one_has_none() -> None:
+    done = run("check", "demo", "--format", "json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 1, done.stderr
+    schema = json.loads((files("normscope.render") / "report-schema.json").read_text())
+    jsonschema.validate(document, schema)
+    grave = {f["code"] for f in document["findings"] if f["severity"] != "info"}
+    assert {"NS103", "NS302", "NS304", "NS308"} <= grave, grave
+    assert not any("internal error" in entry["reason"] for entry in document["not_run"])
+    healthy = run("check", "demo:healthy")
+    assert healthy.returncode == 0, healthy.stdout
+
+
+def test_data_decides(folder: Path) -> None:
+    good = run("check", "models:trained", "--data", "batch.npy", cwd=folder)
+    assert good.returncode == 0, good.stdout + good.stderr
+    bad = run("check", "models:trained", "--data", "shifted.npy", cwd=folder)
+    assert bad.returncode == 1, bad.stdout + bad.stderr
+    assert "NS304" in bad.stdout
+    quiet = run("check", "models:trained", "--data", "shifted.npy", "--ignore", "NS3,NS4", cwd=folder)
+    assert quiet.returncode == 0, quiet.stdout
+    random = run("check", "models:trained", "--input", "8x3x12x12", cwd=folder)
+    assert random.returncode == 0, random.stdout
+    assert "random inputs say nothing about your data" in " ".join(random.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["nothing.here:model"], "cannot import 'nothing.here': there is no module 'nothing'"),
+        (["models"], "cannot read the target 'models': write package.module:attribute"),
+        (
+            ["models.py:trained"],
+            "'models.py:trained' looks like a path; write it as an import: models:trained",
+        ),
+        (["models:absent"], "'models' has no attribute 'absent'; it has:"),
+        (["models:number"], "models:number is a int; expected a torch.nn.Module"),
+        (["models:needs"], "models:needs needs the arguments width; wrap it in a function"),
+        (["models:broken"], "calling models:broken raised KeyError: 'config'"),
+        (
+            ["models:raises"],
+            "the model raised RuntimeError on these inputs (inputs: (2, 3) float32) in eval mode: no such luck.",
+        ),
+        (
+            ["models:trained", "--data", "flat.npy"],
+            "the model raised RuntimeError on these inputs (inputs: (8, 5) float32)",
+        ),
+        (
+            ["models:trained", "--data", "ints.npy"],
+            "the model raised RuntimeError on these inputs (inputs: (8, 3, 12, 12) int64)",
+        ),
+        (["models:trained", "--data", "nan.npy"], "inputs holds 3456 NaN of 3456 values"),
+        (["models:trained", "--data", "empty.npy"], "an empty batch: inputs has shape (0, 3, 12, 12)"),
+        (["models:trained", "--data", "absent.npy"], "there is no file absent.npy"),
+        (
+            ["models:trained", "--data", "batch.npy", "--input", "8x3"],
+            "--data and --input exclude each other",
+        ),
+        (["models:trained", "--select", "NS9"], "select names 'NS9', which begins no rule's code"),
+        (["models:trained", "--fail-on", "fatal"], "a severity is one of info, warning, error; got 'fatal'"),
+        (["models:trained", "--format", "xml"], "--format is one of text, json, sarif, github; got 'xml'"),
+        (["models:trained", "--html", "no/such/folder/x.html"], "does not exist; make it first"),
+        (["demo:unknown"], "there is no demo 'unknown'; there are faulty, healthy"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_one_message_and_exit_2(args: list[str], words: str, folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    done = run("check", *args, cwd=folder)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 3
+    assert [p for p in sorted(folder.rglob("*")) if "__pycache__" not in str(p)] == [
+        p for p in before if "__pycache__" not in str(p)
+    ]
+
+
+def test_traceback_on_request(folder: Path) -> None:
+    done = run("check", "models:raises", "--traceback", cwd=folder)
+    assert "Traceback" in done.stderr
+    assert "no such luck" in done.stderr
+
+
+def test_settings_are_read_and_the_command_line_wins(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "shifted.npy").write_bytes((folder / "shifted.npy").read_bytes())
+    (tmp_path / "pyproject.toml").write_text('[tool.normscope]\nignore = ["NS3", "NS4"]\n')
+    args = ("check", "models:trained", "--data", "shifted.npy")
+    assert run(*args, cwd=tmp_path).returncode == 0
+    assert run(*args, "--ignore", "NS501", cwd=tmp_path).returncode == 1
+    (tmp_path / "pyproject.toml").write_text("[tool.normscope]\nignored = 3\n")
+    wrong = run(*args, cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "[tool.normscope] has no setting 'ignored'; known: select, ignore, fail-on" in wrong.stderr
+
+
+def test_spec_table(folder: Path) -> None:
+    done = run("spec", "models:with_data", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    for part in (
+        "norm torch.nn.BatchNorm2d",
+        "b c ... -> c",
+        "sqrt(var + 1e-05)",
+        "momentum 0.1, unbiased variance",
+    ):
+        assert part in text, part
+    rows = json.loads(run("spec", "models:with_data", "--format", "json", cwd=folder).stdout)["sites"]
+    assert rows[0]["mode_train"] == "batch"
+    assert rows[0]["mode_eval"] == "running"
+
+
+def test_rule_pages() -> None:
+    listing = run("rule").stdout
+    assert "NS304" in listing
+    page = run("rule", "ns304").stdout
+    assert "train-eval-gap" in page
+    assert "What it does" in page
+    missing = run("rule", "NS999")
+    assert missing.returncode == 2
+    assert "there is no rule 'NS999'; known: NS101" in missing.stderr
+
+
+def test_version_and_usage() -> None:
+    assert run("--version").stdout.startswith("normscope 0.")
+    assert run("check").returncode == 2
+    assert run("chekc", "demo").returncode == 2
+
+
+def test_html_is_written_only_where_named(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    run("check", "models:trained", "--data", "batch.npy", "--html", str(page), cwd=folder)
+    assert "<h2>Sites</h2>" in page.read_text()
+    assert list(tmp_path.iterdir()) == [page]
