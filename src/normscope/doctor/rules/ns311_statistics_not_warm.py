@@ -1,0 +1,116 @@
+"""statistics-not-warm: the initial values 0 and 1 are still a part of the running statistics.
+
+## What it does
+After k updates with momentum m, (1 - m)^k of each stored statistic is still its initial value: mean 0,
+variance 1. From that share s the statistics of the data follow,
+
+mean / (1 - s)   and   (variance - s) / (1 - s),
+
+and with them the error that the initial values cause. Fires where s is above 1 %: a warning where the median
+channel's gain is off by more than 5 % or its mean by more than 0.1 standard deviations, info where s alone is
+above 5 %.
+
+## Why it matters
+A short training, a large batch size or a small momentum (0.01 needs 459 batches to come below 1 %) leave an
+eval mode that is worse than training for no visible reason. A validation in the first epoch then says little
+about the weights.
+
+## Known problems
+The counter must be that of these statistics. Where a stored variance is smaller than s, the average cannot
+have started at 1 (statistics were loaded and the counter was not): the rule is silent. A cumulative average
+has no initial share.
+
+## Example
+```python
+import torch, normscope
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8, momentum=0.01))
+for _ in range(50):  # 60 % of the initial values are left
+    model(5 * torch.randn(32, 8))
+report = normscope.check(model)
+print(report)
+```
+
+## Fix
+Train longer, or recompute the statistics: `reset_running_stats()`, momentum None, some hundred batches in
+train mode, and momentum back to its number.
+
+## References
+- Wu and Johnson 2021, Rethinking "Batch" in BatchNorm, section 3: precise statistics against the moving
+  average.
+- Kingma and Ba 2015, Adam, section 3: the same correction of an average that starts at a fixed value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from normscope.doctor.history import statistics_at_start, updates
+from normscope.doctor.report import Finding
+from normscope.doctor.rules import rule
+from normscope.doctor.wording import fold, number, percent
+
+if TYPE_CHECKING:
+    from normscope.doctor.site import Site
+    from normscope.doctor.subject import Subject
+
+SHARE, SHARE_ALONE = 0.01, 0.05
+GAIN_ERROR, MEAN_ERROR = 0.05, 0.1
+
+
+@rule("NS311", "statistics-not-warm", kinds="SC")
+def check(subject: Subject) -> Iterator[Finding]:
+    found = [_diagnose(site) for site in subject.known() if site.mode_eval == "running"]
+    yield from fold(finding for finding in found if finding is not None)
+
+
+def _diagnose(site: Site) -> Finding | None:
+    running = site.spec.running if site.spec is not None else None
+    count = updates(site)
+    momentum = running.momentum if running is not None else None
+    if not count or count < 0 or momentum is None or not 0 < momentum < 1 or statistics_at_start(site):
+        return None
+    share = float((1 - momentum) ** count)
+    errors = _errors(site, share) if share > SHARE else None
+    if errors is None:
+        return None
+    gain, mean = errors
+    matters = gain > GAIN_ERROR or mean > MEAN_ERROR
+    if not matters and share <= SHARE_ALONE:
+        return None
+    return Finding(
+        code="NS311",
+        site=site.name,
+        severity="warning" if matters else "info",
+        message=f"after {count} updates with momentum {number(momentum)}, {percent(share)} of the running "
+        f"statistics is still their initial 0 and 1: gains are off by {percent(gain)}, means by "
+        f"{number(mean)} standard deviations (medians over the channels).",
+        evidence={
+            "updates": count,
+            "momentum": momentum,
+            "initial_share": share,
+            "gain_error": gain,
+            "mean_error": mean,
+        },
+        fix="train on, or recompute the statistics over some hundred batches with momentum None",
+        mode="eval",
+    )
+
+
+def _errors(site: Site, share: float) -> tuple[float, float] | None:
+    """Median over channels of the relative error of the gain and of the error of the mean in standard deviations."""
+    import numpy as np
+
+    mean, var = site.array("running_mean"), site.array("running_var")
+    if mean is None or var is None or var.size == 0 or not np.all(np.isfinite(mean) & np.isfinite(var)):
+        return None
+    # Stored in float32: k roundings of half an ulp each stay far below 1e-3 of the share for any k seen here.
+    if var.min() < share * (1 - 1e-3):
+        return None
+    eps = site.spec.eps if site.spec is not None and site.spec.eps is not None else 0.0
+    true = np.maximum(var - share, 0.0) / (1 - share)
+    denominator = np.sqrt(np.maximum(true + eps, 1e-30))
+    gain = np.abs(denominator / np.sqrt(var + eps) - 1)
+    off = np.abs(mean) * share / (1 - share) / denominator
+    return float(np.median(gain)), float(np.median(off))

@@ -1,0 +1,129 @@
+"""dropout-before-batch-norm: dropout shifts the variance that a later batch norm stores.
+
+## What it does
+Dropout keeps the mean and adds variance in training; in eval the added part is gone, but the batch norm still
+divides by the variance it stored with it. Finds batch norms with a dropout directly before them, or before
+the convolution or linear layer that feeds them, and predicts the shift. Directly before, with stored mean m
+and variance R, the variance in eval is
+
+v = (1 - p) R - p m^2
+
+per channel. Behind a layer of weights it is about (1 - p) R where the layer's inputs are uncorrelated and
+centered. A batch of data decides: where NS304's measurement shows less variance than stored, beyond sampling
+error, it is a warning; where it does not, info. Without that measurement, a predicted change by a third or
+more directly before a trained norm is a warning, anything else info.
+
+## Why it matters
+In eval every such layer passes activations that are too small by sqrt(v / R), layer upon layer. Validation is
+worse than training for a reason that looks like overfitting.
+
+## Known problems
+With correlated, positive inputs (after a ReLU) the shift behind a weight layer is smaller than predicted. A
+dropout that is not followed by another norm's output or by this norm cannot be seen. Layer, group and
+instance norm store nothing: silent.
+
+## Example
+```python
+import torch, normscope
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(16))
+x = torch.randn(64, 8)
+for _ in range(100):
+    model(x)
+report = normscope.check(model, x)
+print(report)
+```
+
+## Fix
+Put dropout behind the last batch norm, drop it, or recompute the statistics with dropout off (norms in train
+mode, the rest in eval). Layer norm has no such shift.
+
+## References
+- Li et al. 2019, Understanding the Disharmony between Dropout and Batch Normalization by Variance Shift,
+  section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from normscope.doctor.history import statistics_at_start
+from normscope.doctor.report import Finding
+from normscope.doctor.rules import rule
+from normscope.doctor.wording import fold, number
+
+if TYPE_CHECKING:
+    from normscope.doctor.site import Site
+    from normscope.doctor.subject import Subject
+
+THIRD = 2 / 3
+
+
+@rule("NS601", "dropout-before-batch-norm", kinds="G", needs=("data",))
+def check(subject: Subject) -> Iterator[Finding]:
+    behind_norms = _dropped_feeds(subject)
+    found = []
+    for site in subject.known():
+        if not site.has_running_state or site.mode_train != "batch" or site.mode_eval != "running":
+            continue
+        direct, through, where = 0.0, 0.0, ""
+        for neighbour in (n for call in site.calls for n in call.fed_by):
+            direct = max(direct, neighbour.dropout)
+            if neighbour.kind in ("conv", "linear"):
+                rate = behind_norms.get((neighbour.path, neighbour.op), 0.0)
+                through, where = max((through, where), (rate, neighbour.path))
+        if direct > 0:
+            found.append(_finding(subject, site, direct, ""))
+        elif through > 0:
+            found.append(_finding(subject, site, through, where))
+    yield from fold(found)
+
+
+def _dropped_feeds(subject: Subject) -> dict[tuple[str, str], float]:
+    """Layers of weights that a dropout feeds, with its drop probability: (path, operation) -> p."""
+    return {
+        (n.path, n.op): n.dropout
+        for site in subject.sites
+        for call in site.calls
+        for n in call.feeds
+        if n.dropout > 0
+    }
+
+
+def _finding(subject: Subject, site: Site, rate: float, layer: str) -> Finding:
+    predicted = 1 - rate if layer else _predicted(site, rate)
+    measured = subject.measured.get("gap", {}).get(site.name)
+    difference: Any = None if measured is None else measured.gap
+    place = f"before {layer}, which feeds this norm" if layer else "directly before this norm"
+    evidence: dict[str, Any] = {"dropout": rate, "through": layer, "predicted_variance_ratio": predicted}
+    if difference is None:
+        severe = not layer and not statistics_at_start(site) and predicted <= THIRD
+        told = "not measured here"
+    else:
+        ratio = math.exp(difference.log_var)
+        evidence["measured_variance_ratio"] = ratio
+        severe = difference.matters and ratio < 1
+        told = f"measured on this batch: {number(ratio)}, " + ("confirmed" if severe else "not confirmed")
+    return Finding(
+        code="NS601",
+        site=site.name,
+        severity="warning" if severe else "info",
+        message=f"dropout {number(rate)} stands {place}: in eval, without it, the variance is predicted to be "
+        f"{number(predicted)} times the stored one ({told}).",
+        evidence=evidence,
+        fix="move dropout behind the last batch norm, or recompute the statistics with dropout off",
+        mode="eval",
+    )
+
+
+def _predicted(site: Site, rate: float) -> float:
+    """Median over channels of eval variance over stored variance, for dropout directly before the norm."""
+    import numpy as np
+
+    mean, var = site.array("running_mean"), site.array("running_var")
+    if mean is None or var is None or not np.any(var > 0):
+        return 1 - rate
+    live = var > 0
+    return float(np.median(np.maximum((1 - rate) - rate * mean[live] ** 2 / var[live], 0.0)))

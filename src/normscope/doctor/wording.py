@@ -1,0 +1,82 @@
+"""How findings speak: counts, numbers, lists of names, and many like findings told as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from normscope.doctor.report import Finding, severity_rank
+
+if TYPE_CHECKING:
+    from normscope.doctor.site import Site
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "site"), plural(49, "site")
+    ('1 site', '49 sites')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def number(value: float) -> str:
+    """Three significant digits; whole numbers below a million in full.
+
+    >>> number(0.0012345), number(103000.0), number(1e-12)
+    ('0.00123', '103000', '1e-12')
+    """
+    return f"{value:.0f}" if abs(value) < 1e6 and value == round(value) else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share in percent.
+
+    >>> percent(0.125), percent(0.0006)
+    ('12.5 %', '0.06 %')
+    """
+    return f"{100 * share:.3g} %"
+
+
+def listed(names: Sequence[str], limit: int = 3) -> str:
+    """The first names, and how many more.
+
+    >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, b, c and 2 more')
+    """
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def eps_text(eps: float | None) -> str:
+    """An eps as people write it.
+
+    >>> eps_text(1e-05), eps_text(0.0010000000474974513), eps_text(None)
+    ('1e-05', '0.001', 'None')
+    """
+    return "None" if eps is None else f"{eps:.6g}"
+
+
+def label(site: Site) -> str:
+    """The site's name, or "the model" for a model that is itself the norm."""
+    return site.name or "the model"
+
+
+def fold(findings: Iterable[Finding]) -> list[Finding]:
+    """One diagnosis at many sites as one finding: at the first of the gravest, with the others under ``also``."""
+    found = list(findings)
+    if len(found) < 2:
+        return found
+    worst = max(severity_rank(f.severity) for f in found)
+    head = next(f for f in found if severity_rank(f.severity) == worst)
+    rest = tuple(f for f in found if f is not head)
+    places = f"The same at {plural(len(rest), 'other site')}: {listed([f.site for f in rest])}."
+    return [
+        replace(
+            head,
+            message=f"{head.message} {places}",
+            evidence={**head.evidence, "sites": len(found)},
+            also=rest,
+        )
+    ]
