@@ -205,7 +205,7 @@ def _mask(mask: Any, batch: int) -> torch.Tensor | None:
 
 def find(session: Session, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> list[Site]:
     try:
-        return find_sites(session, args, kwargs)
+        return find_sites(session, args, None if args is None else kwargs)
     except NormscopeError:
         raise
     except Exception as error:
