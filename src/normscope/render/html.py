@@ -81,7 +81,7 @@ def _article(group: Group) -> str:
     )
     more = f"<p>Also at {escape(listed(group.like, 50))}.</p>" if group.like else ""
     follows = (
-        f"<p>From this follows the same at {escape(listed(group.follows, 50))}.</p>" if group.follows else ""
+        f"<p>Folded under this: {escape(listed(group.follows, 50))}.</p>" if group.follows else ""
     )
     fix = f"<p>Fix: {escape(f.fix)}</p>" if f.fix else ""
     return (

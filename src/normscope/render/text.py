@@ -75,7 +75,7 @@ def _print_group(group: Group, console: Console) -> None:
     if group.like:
         _indented(console, f"Also at {counted(len(group.like), 'more site')}: {listed(group.like)}.")
     if group.follows:
-        _indented(console, f"From this follows the same at {listed(group.follows)}.")
+        _indented(console, f"Folded under this: {listed(group.follows)}.")
     if first.fix:
         _indented(console, f"Fix: {first.fix}")
 
