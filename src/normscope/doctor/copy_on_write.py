@@ -6,6 +6,7 @@ something writes through ``.data``. The dispatcher sees both.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -117,6 +118,11 @@ class CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a session, so torch need not wrap the method below (and import its compiler)."""
+        return False
+
     def __init__(self, vaults: tuple[Vault, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._vaults = vaults
@@ -179,9 +185,10 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _crc(storage: torch.UntypedStorage) -> int:
+    if storage.device.type == "cpu":
+        # not by way of a NumPy view: making one forbids torch to resize the storage ever after
+        return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
     words = _bytes(storage)
-    if words.device.type == "cpu":
-        return zlib.crc32(words.numpy().data)
     # on an accelerator: a wrapping sum of the words, each times its odd position, a piece at a time
     total = 0
     for start in range(0, words.numel(), 1 << 22):
