@@ -40,6 +40,8 @@ LARGEST_SET = 1_000_000
 """a larger set is not compared"""
 POINTS = 4096
 """compared per set where stored statistics normalize, which treat each element alone"""
+FAR = 30.0
+"""|mean| / denominator from which cancellation, and not the arithmetic, is the first suspect"""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,11 @@ class Precision:
 
     run: str
     mode: str
+    input_dtype: str
     dtype: str
     """of the output"""
+    output_roundoff: float
+    """half the machine epsilon of that dtype"""
     working: str
     """of the arithmetic"""
     memory_format: str
@@ -80,6 +85,11 @@ class Precision:
     constant_value: float
     beyond_output: bool
     """an exact output is larger than the largest number of the output's dtype"""
+
+    @property
+    def mean_explains_it(self) -> bool:
+        """The largest error is at a set whose mean is far from 0, so that centering cancels digits."""
+        return self.amplification >= FAR
 
 
 class PrecisionOfOutput(Probe):
@@ -209,7 +219,9 @@ def _precision(event: Event, sets: Sets, chosen: NDArray[np.int64], hardness: Ar
     return Precision(
         run=event.run,
         mode=event.mode,
+        input_dtype=_name(event.input.dtype),
         dtype=_name(event.output.dtype),
+        output_roundoff=u_out,
         working=_name(working),
         memory_format=_layout(event.input),
         sets=len(chosen),

@@ -47,6 +47,13 @@ class Ranges:
     """largest number of the working dtype"""
     broken: bool
     """the input is finite and the output is not"""
+    sums: bool
+    """the sum of squares itself is held in the working dtype (l2), not only their mean"""
+
+    @property
+    def squares(self) -> float:
+        """The largest number that the working dtype must hold on the way to the denominator."""
+        return self.sum_of_squares if self.sums else self.square
 
 
 class RangeOfActivations(Probe):
@@ -112,6 +119,7 @@ def _ranges(event: Event) -> Ranges:
         set_size=size,
         working_max=float(torch.finfo(working).max),
         broken=bool(np.isfinite(largest)) and not _finite(event.output),
+        sums=event.spec.scale == "l2",
     )
 
 

@@ -1,0 +1,94 @@
+"""precision-loss: the output is further from the float64 reference than the dtype allows.
+
+## What it does
+Recomputes whole statistic sets of your batch in float64 and compares. What a sound implementation may be off by
+follows from the dtype of the arithmetic and of the output, the number of elements summed and the level of the mean
+(see the precision probe); the rule fires from four times that, and only where the difference matters: more than 0.001
+standard deviations of the output (more than 16 roundings of a half-precision output). Info; warning from 0.01, error
+from 0.1. Where a large mean explains the error, NS403 tells it; where squares overflow, NS404.
+
+## Why it matters
+The site computes something else than its specification says: statistics accumulated in half precision, an
+approximate reciprocal root, a faulty kernel or layout, running statistics that are read in a lower precision.
+
+## Known problems
+The comparison holds the site to the specification that was read from it; a subclass that computes something else on
+purpose is told here as an error of that size. At most 50 000 elements a call are compared.
+
+## Example
+```python
+import torch, normscope
+
+class Rough(torch.nn.LayerNorm):
+    def forward(self, x):  # statistics in bfloat16
+        return super().forward(x.bfloat16().float())
+
+report = normscope.check(torch.nn.Sequential(Rough(64)), torch.randn(8, 64))
+print(report)
+```
+
+## Fix
+Compute the statistics in float32 or float64; compare the site with PyTorch's own layer on `x.contiguous()`.
+
+## References
+- Higham 2002, Accuracy and Stability of Numerical Algorithms, chapter 4: pairwise summation errs by log2(n) roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from normscope.doctor.report import Finding
+from normscope.doctor.rules import rule
+from normscope.doctor.wording import number
+
+if TYPE_CHECKING:
+    from normscope.doctor.probes.precision import Precision
+    from normscope.doctor.site import Site
+    from normscope.doctor.subject import Subject
+
+MATTERS = ((0.1, "error"), (0.01, "warning"), (0.001, "info"))
+TIMES_ALLOWED = 4
+"""the bound counts typical roundings, not the worst of each"""
+HALF_ROUNDINGS = 16
+
+
+@rule("NS405", "precision-loss", kinds="D", needs=("precision", "ranges"))
+def check(subject: Subject) -> Iterator[Finding]:
+    for site in subject.known():
+        seen = subject.measured["precision"].get(site.name)
+        if seen is None or seen.mean_explains_it or _overflows(subject, site):
+            continue
+        severity = next((name for limit, name in MATTERS if seen.error >= limit), "")
+        if severity and seen.error > max(TIMES_ALLOWED * seen.allowed, HALF_ROUNDINGS * seen.output_roundoff):
+            yield _finding(site, seen, severity)
+
+
+def _overflows(subject: Subject, site: Site) -> bool:
+    seen = subject.measured["ranges"].get(site.name)
+    return seen is not None and (seen.squares > seen.working_max or seen.broken)
+
+
+def _finding(site: Site, seen: Precision, severity: str) -> Finding:
+    where = f" at {seen.worst_set}" if seen.worst_set else ""
+    return Finding(
+        code="NS405",
+        site=site.name,
+        severity=severity,
+        message=f"the output is off by up to {number(seen.error)} standard deviations from the float64 reference"
+        f"{where}; {seen.working} arithmetic and {seen.dtype} output explain {number(seen.allowed)}.",
+        evidence={
+            "measured_error": seen.error,
+            "typical_error": seen.typical_error,
+            "allowed_error": seen.allowed,
+            "kappa": seen.kappa,
+            "set": seen.worst_set,
+            "dtype": seen.dtype,
+            "working_dtype": seen.working,
+            "memory_format": seen.memory_format,
+            "sets_compared": seen.sets,
+        },
+        fix="compute the statistics in float32 or float64, and compare with PyTorch's own layer on x.contiguous()",
+        mode="train" if seen.run == "batch" else "eval",
+    )
