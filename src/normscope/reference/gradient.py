@@ -74,7 +74,7 @@ def vjp(
     g = np.where(inputs.valid, g.ravel(), 0.0)
     with np.errstate(all="ignore"):
         n = normalized(inputs, running, training)
-        h = parameters.factor * g
+        h = np.where(inputs.valid, parameters.factor * g, 0.0)  # a NaN weight of masked elements stays theirs
         dx = h / n.s[n.labels]
         if n.live:
             if spec.center:

@@ -43,6 +43,10 @@ class Inputs:
 def read(x: ArrayLike, spec: Any, mask: ArrayLike | None) -> Inputs:
     """The input in float64, and eps as a number."""
     given = np.asarray(x)
+    if given.dtype.kind == "c":
+        raise ValueError(
+            f"inputs are real; got {given.dtype}. Normalize real and imaginary parts, or the modulus"
+        )
     axes = locate(spec, given.shape)
     eps = _machine_epsilon(spec.cast.compute, given.dtype.name) if spec.eps is None else float(spec.eps)
     valid = _flags(mask, given.shape)

@@ -57,21 +57,26 @@ class Moments:
 
 
 def moments(x: Array, labels: Labels, sets: int, valid: Flags) -> Moments:
-    """Two passes, each corrected by what it left over. ``x`` is 0 where it is not valid.
+    """Two passes about a pivot near the mean. ``x`` is 0 where it is not valid.
 
-    The sums run in order in float64, so a first mean is off by up to n ulp of the largest element. The residuals
-    about it are small, and their own mean is therefore accurate: adding it leaves the mean right to the last bit or
-    two, whatever the level of x, and a constant set centers to exactly 0. Without it a mean of 1e8 costs digits.
+    The first sum runs in order and is off by up to n ulp of the largest element, which is much where the level of x is
+    high. It only picks the pivot. Elements minus pivot are small and keep all their digits, and so does their mean,
+    which is taken off in turn. A mean lies between the least and the largest element; clipping the pivot to them makes
+    it exact for a constant set, which then centers to exactly 0.
     """
     count = np.bincount(labels, weights=valid, minlength=sets).astype(np.int64)
     number = np.maximum(count, 1)
-    mean = total(x, labels, sets) / number
-    mean = mean + total(np.where(valid, x - mean[labels], 0.0), labels, sets) / number
-    centered = np.where(valid, x - mean[labels], 0.0)
-    # what is left of the mean after rounding it; its square is the classical correction of the two-pass variance
-    left = total(centered, labels, sets) / number
-    variance = np.maximum(total(centered * centered, labels, sets) / number - left * left, 0.0)
-    return Moments(count, mean, centered, variance, total(x * x, labels, sets) / number)
+    least, largest = np.full(sets, np.inf), np.full(sets, -np.inf)
+    np.minimum.at(least, labels, np.where(valid, x, np.inf))
+    np.maximum.at(largest, labels, np.where(valid, x, -np.inf))
+    some = count > 0
+    pivot = total(x, labels, sets) / number
+    pivot = np.clip(pivot, np.where(some, least, 0.0), np.where(some, largest, 0.0))
+    shifted = np.where(valid, x - pivot[labels], 0.0)
+    left = total(shifted, labels, sets) / number
+    centered = np.where(valid, shifted - left[labels], 0.0)
+    variance = total(centered * centered, labels, sets) / number
+    return Moments(count, pivot + left, centered, variance, total(x * x, labels, sets) / number)
 
 
 def denominator(v: Array, eps: float, eps_at: str) -> tuple[Array, Array]:
