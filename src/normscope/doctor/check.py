@@ -209,17 +209,30 @@ def find(session: Session, args: tuple[Any, ...] | None, kwargs: dict[str, Any])
     except NormscopeError:
         raise
     except Exception as error:
-        if args is None:
-            raise
-        shapes = ", ".join(
-            f"{where}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-            for where, t in variants.tensors((args, kwargs))
-        )
-        raise ModelError(
-            f"the model raised {type(error).__name__} on these inputs ({shapes}) in eval mode: {error}. "
-            "Check shape, dtype and how the inputs are passed (tensor: model(x), tuple: model(*x), "
-            "dict: model(**x))."
-        ) from error
+        raise _explained(session, args, kwargs, error) from error
+
+
+def _explained(
+    session: Session, args: tuple[Any, ...] | None, kwargs: dict[str, Any], error: Exception
+) -> NormscopeError:
+    """Whose fault it is: run without being watched, the model raises too, or it does not."""
+    if args is not None:
+        try:
+            session.forward(args, kwargs, mode="eval")
+        except Exception as plain:
+            shapes = ", ".join(
+                f"{where}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+                for where, t in variants.tensors((args, kwargs))
+            )
+            return ModelError(
+                f"the model raised {type(plain).__name__} on these inputs ({shapes}) in eval mode: {plain}. "
+                "Check shape, dtype and how the inputs are passed (tensor: model(x), tuple: model(*x), "
+                "dict: model(**x))."
+            )
+    return NormscopeError(
+        f"the model could not be followed, though it runs by itself: {type(error).__name__}: {error}. "
+        "This is a fault of Normscope; please report it with the model's code"
+    )
 
 
 def _apply(
