@@ -29,7 +29,8 @@ class NormSpec:
         ndim: bounds ``(low, high)`` of the input's number of axes, ``high`` None for no bound; a number for
             exactly that many. A wrong rank is otherwise silent.
         sample_axis: name of an axis (or ``"..."``: its first axis) whose input axis holds the samples; ``""`` for
-            none. None: the input axis that holds ``b``, else the first axis of a ``...`` that comes first, else none.
+            none. None: the input axis that holds ``b``, else the first axis of a ``...`` that comes first,
+            else none.
         sizes: sizes of named axes, ``{"g": 32}``; each factored axis needs all but one.
         remainder: what a sample axis ``(v b)`` does when it does not divide: ``"error"``, ``"short"`` (33 =
             32 + 1) or ``"balanced"`` (33 = 17 + 16). Needs exactly one of the two sizes.
@@ -37,9 +38,9 @@ class NormSpec:
             None: there is none. ``""``: one scalar.
         source: ``"parameter"``, or ``"input"`` where gain and bias are computed (adaptive, conditional).
         center: subtract the mean.
-        scale: v under the denominator: ``"std"`` the variance about the mean, ``"rms"`` the mean square of x, ``"l2"``
-            the sum of squares of x, each whether or not the mean is subtracted; or the covariance over `whiten`:
-            ``"zca"``, ``"cholesky"``, ``"iternorm"``.
+        scale: v under the denominator: ``"std"`` the variance about the mean, ``"rms"`` the mean square of x,
+            ``"l2"`` the sum of squares of x, each whether or not the mean is subtracted; or the covariance
+            over `whiten`: ``"zca"``, ``"cholesky"``, ``"iternorm"``.
         whiten: kept axes that are decorrelated jointly, ``"c"``; only with a whitening scale.
         iterations: steps of Newton's method, for ``"iternorm"``.
         whiten_state: whether running state is the ``"covariance"`` or the ``"whitening"`` matrix.
@@ -98,6 +99,11 @@ class NormSpec:
         for name, value in tidy.items():
             object.__setattr__(self, name, value)
         validate.check(self)
+        if self.running is not None and self.running.over is not None:
+            # one way to say one thing: the usual axes are None
+            over = untokenize(tokenize(self.running.over))
+            usual = replace(self, running=replace(self.running, over=None)).running_axes
+            object.__setattr__(self, "running", replace(self.running, over=None if over == usual else over))
 
     # The axes ---------------------------------------------------------------------------------------------------
 
@@ -116,7 +122,7 @@ class NormSpec:
     def running_axes(self) -> str:
         """The axes that running state lives on (or would): `Running.over`, else the kept axes that are no samples."""
         if self.running is not None and self.running.over is not None:
-            return untokenize(tokenize(self.running.over))
+            return self.running.over
         samples = {"b", "v", self.sample_axis}
         return " ".join(name for name in self.pattern.kept if name not in samples)
 

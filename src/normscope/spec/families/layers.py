@@ -1,4 +1,4 @@
-"""Named specifications: what each family of normalizations is, in PyTorch's conventions unless named else.
+"""The layers: batch, layer, group, instance and RMS norm, and those that only scale.
 
 Every function returns a `NormSpec`. ``weight`` and ``bias`` say whether there is one; ``layout`` is the left
 side of the pattern, so that ``layout="b ... c"`` is channels last; ``ndim`` bounds the input's number of
@@ -159,8 +159,8 @@ def rms_norm(
     y = weight * x / sqrt(mean(x^2) + eps). Shapes: x (..., *axes), weight as the axes. Source: Zhang and
     Sennrich 2019; defaults of torch.nn.RMSNorm, whose eps None is the machine epsilon of the computing dtype.
 
-    >>> print(rms_norm(eps=1e-6))
-    ... d -> ...; not centered; rms; eps 1e-06 inside the root; weight d; no bias
+    >>> str(rms_norm(eps=1e-6))
+    '... d -> ...; not centered; rms; eps 1e-06 inside the root; weight d; no bias'
     """
     return NormSpec(
         f"... {axes} -> ...",
@@ -174,50 +174,13 @@ def rms_norm(
     )
 
 
-def td_batch_norm(
-    v_threshold: float = 1.0,
-    alpha: float = 1.0,
-    *,
-    eps: float | None = 1e-5,
-    momentum: float | None = 0.1,
-    weight: bool = True,
-    bias: bool = True,
-    running: bool = True,
-    layout: str = "t b c ...",
-    steps: int | None = None,
-    ndim: Rank | None = None,
-) -> NormSpec:
-    """Threshold-dependent batch norm (tdBN): batch norm over all time steps, scaled to the firing threshold.
-
-    y = weight * alpha * v_threshold * (x - mean) / sqrt(var + eps) + bias, statistics over steps, samples and
-    positions, so not causal in training. ``alpha`` is 1, or 1 / sqrt(2) on each branch of a residual sum.
-    Some texts write the threshold as lambda, which in the paper is the learned gain.
-    Shapes: x (T, B, C, ...), parameters and state (C,). ``layout`` may be ``"b t c ..."``, or ``"(t b) c
-    ..."`` with ``steps``. Source: Zheng et al. 2021, section 3.
-
-    >>> spec = td_batch_norm(0.5, 1 / 2**0.5, layout="(t b) c ...", steps=4)
-    >>> spec.bind((8, 3, 5, 5)).set_size, round(spec.gain, 4)
-    (200, 0.3536)
-    """
-    return NormSpec(
-        f"{layout} -> c",
-        ndim=ndim or ((2, None) if "(" in layout else (3, None)),
-        sizes={} if steps is None else {"t": steps},
-        weight="c" if weight else None,
-        bias="c" if bias else None,
-        eps=eps,
-        gain=alpha * v_threshold,
-        running=Running(momentum=momentum) if running else None,
-    )
-
-
 def l2_normalize(axes: str = "d", *, eps: float = 1e-12) -> NormSpec:
     """L2 normalization as torch.nn.functional.normalize: y = x / max(sqrt(sum(x^2)), eps) over the last axes.
 
     TensorFlow's x / sqrt(max(sum(x^2), e)) is the same function with eps = sqrt(e): see `tf_l2_normalize`.
 
-    >>> print(l2_normalize())
-    ... d -> ...; not centered; l2; eps 1e-12 as the least root; no weight; no bias
+    >>> str(l2_normalize())
+    '... d -> ...; not centered; l2; eps 1e-12 as the least root; no weight; no bias'
     """
     return NormSpec(f"... {axes} -> ...", center=False, scale="l2", eps=eps, eps_at="max")
 
@@ -229,3 +192,43 @@ def tf_l2_normalize(axes: str = "d", *, epsilon: float = 1e-12) -> NormSpec:
     True
     """
     return NormSpec(f"... {axes} -> ...", center=False, scale="l2", eps=epsilon, eps_at="max_variance")
+
+
+def pixel_norm(*, eps: float | None = 1e-8, layout: str = "b c ...") -> NormSpec:
+    """Pixel norm: every position of (B, C, ...) by the root of its mean square over channels; no parameters.
+
+    y = x / sqrt(mean(x^2) + eps). Source: Karras et al. 2018 (progressive growing), section 4.2; its eps is
+    1e-8.
+
+    >>> pixel_norm().bind((8, 3, 5, 5)).set_size
+    3
+    """
+    return NormSpec(f"{layout} -> b ...", ndim=(2, None), center=False, scale="rms", eps=eps)
+
+
+def scale_norm(axes: str = "d", *, eps: float = 1e-5, eps_at: str = "max") -> NormSpec:
+    """Scale norm: one scalar times the unit vector, y = weight * x / max(|x|, eps) over the last axes.
+
+    Shapes: x (..., *axes), weight (). Source: Nguyen and Salazar 2019; eps_at ``"std"`` is |x| + eps,
+    ``"variance"`` the root of |x|^2 + eps.
+
+    >>> scale_norm().bind((8, 16)).weight_shape
+    ()
+    """
+    return NormSpec(f"... {axes} -> ...", weight="", center=False, scale="l2", eps=eps, eps_at=eps_at)
+
+
+def filter_response_norm(
+    *, eps: float = 1e-6, layout: str = "b c ...", ndim: Rank | None = (3, None)
+) -> NormSpec:
+    """Filter response norm: every channel of every sample by the root of its mean square over positions.
+
+    y = weight * x / sqrt(mean(x^2) + eps) + bias, with a fixed eps (a learned one is outside the family); the
+    thresholded activation that follows in the paper is not part of it. Shapes: x (B, C, ...), parameters
+    (C,).
+    Source: Singh and Krishnan 2020.
+
+    >>> filter_response_norm().bind((8, 3, 5, 5)).set_size
+    25
+    """
+    return NormSpec(f"{layout} -> b c", ndim=ndim, weight="c", bias="c", center=False, scale="rms", eps=eps)

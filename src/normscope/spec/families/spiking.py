@@ -1,0 +1,109 @@
+"""Norms of spiking networks: an axis of time steps ``t``, and a gain set to the firing threshold.
+
+tdBN stands in its paper; tdLN is our extension by analogy, and says so.
+"""
+
+from __future__ import annotations
+
+from normscope.spec.families.layers import Rank
+from normscope.spec.normspec import NormSpec
+from normscope.spec.parts import Running
+
+
+def td_batch_norm(
+    v_threshold: float = 1.0,
+    alpha: float = 1.0,
+    *,
+    eps: float | None = 1e-5,
+    momentum: float | None = 0.1,
+    weight: bool = True,
+    bias: bool = True,
+    running: bool = True,
+    layout: str = "t b c ...",
+    steps: int | None = None,
+    ndim: Rank | None = None,
+) -> NormSpec:
+    """Threshold-dependent batch norm (tdBN): batch norm over all time steps, scaled to the firing threshold.
+
+    y = weight * alpha * v_threshold * (x - mean) / sqrt(var + eps) + bias, statistics over steps, samples and
+    positions, so not causal in training. ``alpha`` is 1, or 1 / sqrt(2) on each branch of a residual sum.
+    Some texts write the threshold as lambda, which in the paper is the learned gain.
+    Shapes: x (T, B, C, ...), parameters and state (C,). ``layout`` may be ``"b t c ..."``, or ``"(t b) c
+    ..."`` with ``steps``. Source: Zheng et al. 2021, section 3.
+
+    >>> spec = td_batch_norm(0.5, 1 / 2**0.5, layout="(t b) c ...", steps=4)
+    >>> spec.bind((8, 3, 5, 5)).set_size, round(spec.gain, 4)
+    (200, 0.3536)
+    """
+    return NormSpec(
+        f"{layout} -> c",
+        ndim=ndim or ((2, None) if "(" in layout else (3, None)),
+        sizes={} if steps is None else {"t": steps},
+        weight="c" if weight else None,
+        bias="c" if bias else None,
+        eps=eps,
+        gain=alpha * v_threshold,
+        running=Running(momentum=momentum) if running else None,
+    )
+
+
+def td_layer_norm(
+    v_threshold: float = 1.0,
+    alpha: float = 1.0,
+    *,
+    per_step: bool = True,
+    eps: float | None = 1e-5,
+    weight: bool = True,
+    bias: bool = True,
+    layout: str = "t b c ...",
+    steps: int | None = None,
+) -> NormSpec:
+    """Threshold-dependent layer norm (tdLN), our extension by analogy with tdBN: no paper defines it.
+
+    y = weight * alpha * v_threshold * (x - mean) / sqrt(var + eps) + bias, statistics of each sample over
+    channels and
+    positions: of every step alone (``per_step``, causal), or over all steps (not causal).
+    Shapes: x (T, B, C, ...), parameters (C,).
+
+    >>> [td_layer_norm(per_step=p).properties().causal for p in (True, False)]
+    [True, False]
+    """
+    return NormSpec(
+        f"{layout} -> {'t b' if per_step else 'b'}",
+        ndim=(2, None) if "(" in layout else (3, None),
+        sizes={} if steps is None else {"t": steps},
+        weight="c" if weight else None,
+        bias="c" if bias else None,
+        eps=eps,
+        gain=alpha * v_threshold,
+    )
+
+
+def batch_norm_through_time(
+    *,
+    eps: float | None = 1e-4,
+    momentum: float | None = 0.1,
+    weight: bool = True,
+    bias: bool = False,
+    running: bool = True,
+    layout: str = "t b c ...",
+    steps: int | None = None,
+) -> NormSpec:
+    """Batch norm through time (BNTT): statistics, state and gain of every step of its own, no bias.
+
+    y[t] = weight[t] * (x[t] - mean[t]) / sqrt(var[t] + eps). Shapes: x (T, B, C, ...), weight and state (T,
+    C).
+    Source: Kim and Panda 2021.
+
+    >>> batch_norm_through_time().bind((4, 8, 3, 5, 5)).running_shape
+    (4, 3)
+    """
+    return NormSpec(
+        f"{layout} -> t c",
+        ndim=(2, None) if "(" in layout else (3, None),
+        sizes={} if steps is None else {"t": steps},
+        weight="t c" if weight else None,
+        bias="t c" if bias else None,
+        eps=eps,
+        running=Running(momentum=momentum) if running else None,
+    )
