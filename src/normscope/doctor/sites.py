@@ -6,21 +6,27 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normscope.doctor.site import Call, Event, Site
+from normscope.doctor.site import STATE_NAMES, Call, Event, Site
 from normscope.doctor.tracing.calls import NormCall, NormCalls
 from normscope.doctor.tracing.config import expected_eps
 from normscope.doctor.tracing.fused import fused_norms
+from normscope.doctor.tracing.graph import Graph
+from normscope.doctor.tracing.neighbours import fed_by, feeds
 from normscope.doctor.tracing.paths import ModuleNames
 from normscope.reading import UnknownNormalization, read
+from normscope.reading.base import qualified_name
 
 if TYPE_CHECKING:
     from normscope.doctor.session import Session
+    from normscope.doctor.tracing.dataflow import Node
+    from normscope.doctor.tracing.written import WrittenNorm
+    from normscope.spec import NormSpec
 
 
 def find_sites(
@@ -88,20 +94,32 @@ def _follow(
     kwargs: dict[str, Any],
 ) -> None:
     """One forward in eval mode: fills the calls of ``sites`` and adds those that are not modules."""
-    held = {id(tensor) for tensor in (*names.model.parameters(), *names.model.buffers())}
-    order = itertools.count()
+    held = {id(tensor): tensor for tensor in (*names.model.parameters(), *names.model.buffers())}
+    found: list[tuple[Node, Site, Call]] = []
+
+    def add(site: Site, node: Node, spec: NormSpec | None, mode: str) -> None:
+        x = node.inputs[0]
+        call = Call(0, 0, x.shape, x.dtype, x.device, x.memory_format, spec, mode)
+        found.append((node, sites.setdefault(site.name, site), call))
 
     def tell(call: NormCall) -> None:
-        site = sites.get(call.name)
-        if site is None:
-            site = sites[call.name] = _called_site(call, held)
-        if not site.calls and call.spec is not None:
-            site.spec = call.spec
-        site.calls.append(_call(call, len(site.calls), next(order)))
+        assert call.node is not None
+        add(sites.get(call.name) or _called_site(call, held.keys()), call.node, call.spec, call.mode)
+
+    def tell_written(norm: WrittenNorm) -> None:
+        site = _written_site(norm)
+        norm.node.site = site.name
+        add(site, norm.node, None, "input")
 
     modules = {id(site.module) for site in sites.values()}
-    calls = NormCalls(names, modules, tell)
-    session.forward(args, kwargs, mode="eval", watch=(calls,))
+    graph = Graph(held.values(), (args, kwargs), tell_written)
+    session.forward(args, kwargs, mode="eval", watch=(NormCalls(names, modules, tell, graph=graph),))
+    for order, (node, site, call) in enumerate(sorted(found, key=lambda item: item[0].number)):
+        call.order, call.index = order, len(site.calls)
+        call.fed_by, call.feeds = fed_by(node.inputs[0]), feeds(node.outputs[0])
+        if not site.calls and call.spec is not None:
+            site.spec = call.spec
+        site.calls.append(call)
     switching = [site for site in sites.values() if site.kind != "module" and site.has_running_state]
     if switching:
         in_train = _modes_in_train(session, names, modules, args, kwargs)
@@ -111,7 +129,7 @@ def _follow(
             site.mode_now = site.mode_train if training else site.mode_eval
 
 
-def _called_site(call: NormCall, held: set[int]) -> Site:
+def _called_site(call: NormCall, held: Container[int]) -> Site:
     return Site(
         name=call.name,
         path=call.frame.path,
@@ -127,31 +145,23 @@ def _called_site(call: NormCall, held: set[int]) -> Site:
     )
 
 
-def _call(call: NormCall, index: int, order: int) -> Call:
-    given = call.input
-    return Call(
-        index=index,
-        order=order,
-        shape=tuple(given.shape),
-        dtype=str(given.dtype).removeprefix("torch."),
-        device=str(given.device),
-        memory_format=memory_format(given),
-        spec=call.spec,
-        mode=call.mode,
+def _written_site(norm: WrittenNorm) -> Site:
+    module = norm.frame.module
+    if not norm.own_module:
+        kind, name, type_name = "inlined", norm.frame.place("hand-written"), "hand-written"
+    else:
+        kind, name = "hand-written", norm.frame.path
+        type_name = str(getattr(module, "original_name", qualified_name(type(module))))
+    state = {} if not norm.own_module else {key: getattr(module, key, None) for key in STATE_NAMES}
+    return Site(
+        name=name,
+        path=norm.frame.path,
+        kind=kind,
+        type_name=type_name,
+        module=module if norm.own_module else None,
+        reason="hand-written; not identified",
+        tensors={key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)},
     )
-
-
-def memory_format(tensor: torch.Tensor) -> str:
-    """contiguous | channels_last | channels_last_3d | other."""
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        return "other"
-    if tensor.is_contiguous():
-        return "contiguous"
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return "channels_last"
-    if tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
-        return "channels_last_3d"
-    return "other"
 
 
 def _modes_in_train(

@@ -23,7 +23,8 @@ from normscope.doctor.tracing.paths import Frame, ModuleNames, ModuleStack
 from normscope.reading import UnknownNormalization, read, read_call
 
 if TYPE_CHECKING:
-    from normscope.doctor.tracing.dataflow import Dataflow
+    from normscope.doctor.tracing.dataflow import Node
+    from normscope.doctor.tracing.graph import Graph
     from normscope.spec import NormSpec
 
 
@@ -45,6 +46,8 @@ class NormCall:
     """why ``spec`` is None"""
     mode: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    node: Node | None = None
+    """its place in the graph, where one is built"""
 
 
 class NormCalls:
@@ -57,7 +60,7 @@ class NormCalls:
         functions: follow functional calls (some microseconds per torch call).
         hidden: also follow operators of scripted and traced modules.
         keep_running: ``tensors`` hold the running statistics as they were before the call.
-        dataflow: follows what feeds what.
+        graph: follows what feeds what.
     """
 
     def __init__(
@@ -69,10 +72,10 @@ class NormCalls:
         functions: bool = True,
         hidden: bool = True,
         keep_running: bool = False,
-        dataflow: Dataflow | None = None,
+        graph: Graph | None = None,
     ) -> None:
         self.stack = ModuleStack(names, self._entered, self._left)
-        self.dataflow = dataflow
+        self._graph = graph
         self._modules = modules
         self._tell = tell
         self._functions = functions
@@ -90,7 +93,7 @@ class NormCalls:
             if self._functions:
                 contexts.enter_context(_AsWritten(self))
             if self._hidden:
-                contexts.enter_context(_PassUp())
+                contexts.enter_context(_PassUp())  # type: ignore[no-untyped-call]
             self._contexts = contexts.pop_all()
         return self
 
@@ -112,17 +115,21 @@ class NormCalls:
             self._before = None
             found = _read(frame.module, None)
             self._before = found, self._kept(found.tensors, found.mode)
-        elif self.dataflow is not None:
-            self.dataflow.entered(frame, args)
+        elif self._graph is not None:
+            self._graph.entered(frame, args)
 
     def _left(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._inside is None:
-            if self.dataflow is not None and not self._quiet:
-                self.dataflow.left(frame, args, kwargs, output)
-            return
-        if frame is not self._inside:
-            return
-        self._inside = None
+        if frame is self._inside:
+            self._inside = None
+            self._module_called(frame, args, kwargs, output)
+        elif self._graph is not None and self.following:
+            self._graph.left(frame, kwargs, output)
+        if self._graph is not None and frame.path == "":
+            self._graph.returned(output)
+
+    def _module_called(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if given is None or not isinstance(output, Tensor) or self._before is None:
             return
@@ -145,12 +152,14 @@ class NormCalls:
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one torch function, and follow it."""
         name = op_name(func)
-        reading = read_call(func, args, kwargs) if name in NORMS else None
+        reading = read_call(func, args, kwargs) if "norm" in name else None
         if reading is None:
             output = func(*args, **kwargs)
-            if self.dataflow is not None:
-                output = self.dataflow.called(self.stack.top, name, args, kwargs, output)
-            return output
+            return (
+                output
+                if self._graph is None
+                else self._graph.called(self.stack.top, name, args, kwargs, output)
+            )
         tensors = self._kept(reading.tensors, reading.mode)
         output = func(*args, **kwargs)
         first = output[0] if isinstance(output, (tuple, list)) else output
@@ -179,22 +188,13 @@ class NormCalls:
             return {k: v.clone() if k.startswith("running_") else v for k, v in tensors.items()}
 
     def _told(self, call: NormCall) -> None:
-        if self.dataflow is not None:
-            self.dataflow.normalized(call)
+        if self._graph is not None:
+            call.node = self._graph.normalized(call.frame, call.name, call.type_name, call.input, call.output)
         self._quiet = True
         try:
             self._tell(call)
         finally:
             self._quiet = False
-
-
-NORMS = frozenset(
-    ("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize")
-    + ("native_batch_norm", "native_layer_norm", "native_group_norm", "cudnn_batch_norm", "miopen_batch_norm")
-    + ("batch_norm_impl_index", "native_batch_norm_legit", "native_batch_norm_legit_functional")
-    + ("native_batch_norm_legit_no_training", "batch_norm_with_update", "batch_norm_with_update_functional")
-    + ("batch_norm_no_update", "fused_rms_norm")
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +231,7 @@ class _AsWritten(TorchFunctionMode):
         return self._calls.called(func, args, kwargs or {})
 
 
-class _PassUp(TorchDispatchMode):
+class _PassUp(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls each operator again, so that a function mode sees those that no visible function called."""
 
     def __torch_dispatch__(
