@@ -51,10 +51,12 @@ class Precision:
     run: str
     mode: str
     input_dtype: str
+    input_roundoff: float
+    """half the machine epsilon of that dtype"""
     dtype: str
     """of the output"""
     output_roundoff: float
-    """half the machine epsilon of that dtype"""
+    """the same of the output's"""
     working: str
     """of the arithmetic"""
     memory_format: str
@@ -85,6 +87,11 @@ class Precision:
     constant_value: float
     beyond_output: bool
     """an exact output is larger than the largest number of the output's dtype"""
+
+    @property
+    def explained(self) -> float:
+        """The error at the worst set that the dtypes explain: of the arithmetic, or of the input's own rounding."""
+        return max(self.allowed, self.amplification * self.input_roundoff)
 
     @property
     def mean_explains_it(self) -> bool:
@@ -220,10 +227,11 @@ def _precision(event: Event, sets: Sets, chosen: NDArray[np.int64], hardness: Ar
         run=event.run,
         mode=event.mode,
         input_dtype=_name(event.input.dtype),
+        input_roundoff=u_in,
         dtype=_name(event.output.dtype),
         output_roundoff=u_out,
         working=_name(working),
-        memory_format=_layout(event.input),
+        memory_format=_layout(event),
         sets=len(chosen),
         set_size=sets.size,
         error=live.error,
@@ -267,14 +275,10 @@ def _worst(error: Array, allowed: Array, rounding: Array, rows: NDArray[np.bool_
     )
 
 
-def _layout(x: torch.Tensor) -> str:
-    if x.is_contiguous():
-        return "contiguous"
-    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return "channels_last"
-    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
-        return "channels_last_3d"
-    return "other"
+def _layout(event: Event) -> str:
+    """The memory format that the tracing forward saw at this call; "" where it made fewer calls."""
+    calls = event.site.calls
+    return calls[event.index].memory_format if event.index < len(calls) else ""
 
 
 def _name(dtype: torch.dtype) -> str:

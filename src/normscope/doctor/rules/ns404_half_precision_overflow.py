@@ -93,7 +93,9 @@ def _judged(site: Site, seen: Ranges, precision: Precision | None) -> Finding | 
     if seen.largest > FLOAT16_MAX:
         said = f"the largest |x| is {number(seen.largest)}: it would be infinite in float16"
     elif seen.squares_as_input and seen.squares > FLOAT16_MAX:
-        said = f"squares reach {number(seen.squares)}: in float16, as under autocast, they would be infinite (max 65504)"
+        said = (
+            f"squares reach {number(seen.squares)}: in float16 (largest number 65504) they would be infinite"
+        )
     else:
         return None
     return _finding(site, seen, "info", f"{said}. In {seen.dtype}, as it runs now, it is fine.")

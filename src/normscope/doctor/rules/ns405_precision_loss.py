@@ -2,14 +2,14 @@
 
 ## What it does
 Recomputes whole statistic sets of your batch in float64 and compares. What a sound implementation may be off by
-follows from the dtype of the arithmetic and of the output, the number of elements summed and the level of the mean
-(see the precision probe); the rule fires from four times that, and only where the difference matters: more than 0.001
+follows from the dtypes of input, arithmetic and output, the number of elements summed and the level of the mean; the
+rule fires from four times that, and only where the difference matters: more than 0.001
 standard deviations of the output (more than 16 roundings of a half-precision output). Info; warning from 0.01, error
 from 0.1. Where a large mean explains the error, NS403 tells it; where squares overflow, NS404.
 
 ## Why it matters
 The site computes something else than its specification says: statistics accumulated in half precision, an
-approximate reciprocal root, a faulty kernel or layout, running statistics that are read in a lower precision.
+approximate reciprocal root, a faulty kernel or layout, a hook that rounds or changes the output.
 
 ## Known problems
 The comparison holds the site to the specification that was read from it; a subclass that computes something else on
@@ -19,11 +19,9 @@ purpose is told here as an error of that size. At most 50 000 elements a call ar
 ```python
 import torch, normscope
 
-class Rough(torch.nn.LayerNorm):
-    def forward(self, x):  # statistics in bfloat16
-        return super().forward(x.bfloat16().float())
-
-report = normscope.check(torch.nn.Sequential(Rough(64)), torch.randn(8, 64))
+model = torch.nn.Sequential(torch.nn.LayerNorm(64))
+model[0].register_forward_hook(lambda module, args, output: output.bfloat16().float())  # left from an experiment
+report = normscope.check(model, torch.randn(8, 64))
 print(report)
 ```
 
@@ -61,7 +59,9 @@ def check(subject: Subject) -> Iterator[Finding]:
         if seen is None or seen.mean_explains_it or _overflows(subject, site):
             continue
         severity = next((name for limit, name in MATTERS if seen.error >= limit), "")
-        if severity and seen.error > max(TIMES_ALLOWED * seen.allowed, HALF_ROUNDINGS * seen.output_roundoff):
+        if severity and seen.error > max(
+            TIMES_ALLOWED * seen.explained, HALF_ROUNDINGS * seen.output_roundoff
+        ):
             yield _finding(site, seen, severity)
 
 
@@ -77,11 +77,11 @@ def _finding(site: Site, seen: Precision, severity: str) -> Finding:
         site=site.name,
         severity=severity,
         message=f"the output is off by up to {number(seen.error)} standard deviations from the float64 reference"
-        f"{where}; {seen.working} arithmetic and {seen.dtype} output explain {number(seen.allowed)}.",
+        f"{where}; {seen.working} arithmetic and {seen.dtype} output explain {number(seen.explained)}.",
         evidence={
             "measured_error": seen.error,
             "typical_error": seen.typical_error,
-            "allowed_error": seen.allowed,
+            "allowed_error": seen.explained,
             "kappa": seen.kappa,
             "set": seen.worst_set,
             "dtype": seen.dtype,
