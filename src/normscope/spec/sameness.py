@@ -8,7 +8,7 @@ from math import isclose, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 from normscope.spec import align
-from normscope.spec.align import Misaligned, Unit
+from normscope.spec.align import Match, Misaligned, Unit
 from normscope.spec.parts import SpecError
 from normscope.spec.pattern import PatternError
 from normscope.spec.validate import WHITENINGS
@@ -132,10 +132,11 @@ class Sameness:
         return self.same
 
     def __str__(self) -> str:
+        after = f", with {self.weight}" if self.weight else ""
         if self.same:
-            return f"the same function, with {self.weight}" if self.weight else "the same function"
+            return f"the same function{after}"
         if self.conditions:
-            return f"the same function only where {' and '.join(self.conditions)}"
+            return f"the same function only where {' and '.join(self.conditions)}{after}"
         return f"not the same function: {self.reason}"
 
 
@@ -164,14 +165,23 @@ def same_function(
     """
     if shape is not None:
         a.bind(shape)
-        return _verdict(a, b, tuple(shape), layout)
-    least = max(a.pattern.min_ndim, b.pattern.min_ndim if layout is None else 0)
+        return _verdict(a, b, tuple(shape), layout, sized=True)
     found: dict[int, Sameness] = {}
-    for ndim in range(least, least + RANKS_BEYOND):
-        if _fits(a, ndim) and (layout is not None or _fits(b, ndim)):
-            trials = [_generic_verdict(a, b, ndim, layout, trial) for trial in range(len(align.PRIMES))]
-            found[ndim] = _for_all_sizes(trials)
-    return _for_all_ranks(found)
+    reason = "no number of axes is read by both"
+    for ndim in range(a.pattern.min_ndim, max(a.pattern.min_ndim, b.pattern.min_ndim) + RANKS_BEYOND):
+        if not _fits(a, ndim) or (layout is None and not _fits(b, ndim)):
+            continue
+        try:
+            matches = align.match(a.pattern, b.pattern, ndim, layout)
+        except Misaligned as error:
+            reason = str(error)
+            continue
+        if _fits(b, sum(len(pair.b) for pair in matches)):
+            trials = [
+                _generic_verdict(a, b, matches, ndim, layout, trial) for trial in range(len(align.PRIMES))
+            ]
+            found[ndim] = min(trials, key=lambda verdict: verdict.same)
+    return _for_all_ranks(found) if found else Sameness(False, reason)
 
 
 def _fits(spec: NormSpec, ndim: int) -> bool:
@@ -183,32 +193,18 @@ def _fits(spec: NormSpec, ndim: int) -> bool:
 
 
 def _generic_verdict(
-    a: NormSpec, b: NormSpec, ndim: int, layout: Mapping[str, str] | None, trial: int
+    a: NormSpec, b: NormSpec, matches: list[Match], ndim: int, layout: Mapping[str, str] | None, trial: int
 ) -> Sameness:
+    """The verdict at sizes that stand for all sizes."""
     try:
-        matches = align.match(a.pattern, b.pattern, ndim, layout)
         shape = align.generic_shape(a, b, matches, ndim, layout, trial)
     except Misaligned as error:
         return Sameness(False, str(error))
-    return _verdict(a, b, shape, layout)
-
-
-def _for_all_sizes(trials: list[Sameness]) -> Sameness:
-    for trial in trials:
-        if not trial.same:
-            return trial
-    weights = {trial.weight for trial in trials}
-    if len(weights) > 1:
-        return Sameness(
-            True, weight="weights that differ by a factor that depends on the size of a set (pass shape)"
-        )
-    return trials[0]
+    return _verdict(a, b, shape, layout, sized=False)
 
 
 def _for_all_ranks(found: Mapping[int, Sameness]) -> Sameness:
     """One answer for all ranks; where only some agree, the rank is a condition."""
-    if not found:
-        return Sameness(False, "no number of axes is read by both")
     if len(set(found.values())) == 1:
         return next(iter(found.values()))
     # the easiest to fulfil: no condition before some, some before a plain no
@@ -216,9 +212,7 @@ def _for_all_ranks(found: Mapping[int, Sameness]) -> Sameness:
     if not best.same and not best.conditions:
         return best
     ranks = [str(ndim) for ndim, s in found.items() if s == best]
-    rank = f"the input has {' or '.join(ranks)} axes"
-    if best.same and all(s.same for s in found.values()):
-        return best
+    rank = f"the input has {' or '.join(ranks)} {'axis' if ranks == ['1'] else 'axes'}"
     conditions = (rank, *best.conditions)
     return Sameness(False, _only(conditions), conditions, best.weight)
 
@@ -227,8 +221,10 @@ def _only(conditions: Sequence[str]) -> str:
     return f"they agree only where {' and '.join(conditions)}"
 
 
-def _verdict(a: NormSpec, b: NormSpec, shape: tuple[int, ...], layout: Mapping[str, str] | None) -> Sameness:
-    """Compare on one shape of the first's input."""
+def _verdict(
+    a: NormSpec, b: NormSpec, shape: tuple[int, ...], layout: Mapping[str, str] | None, *, sized: bool
+) -> Sameness:
+    """Compare on one shape of the first's input; ``sized`` where it is the user's, not one of many."""
     try:
         matches = align.match(a.pattern, b.pattern, len(shape), layout)
         bound_a = a.bind(shape)
@@ -240,14 +236,14 @@ def _verdict(a: NormSpec, b: NormSpec, shape: tuple[int, ...], layout: Mapping[s
         return Sameness(False, str(error))
     except PatternError as error:
         return Sameness(False, f"the second does not read this input: {error}")
-    return _Comparison(a, b, found).verdict()
+    return _Comparison(a, b, found, sized).verdict()
 
 
 class _Comparison:
     """Collects what stands between two aligned specifications."""
 
-    def __init__(self, a: NormSpec, b: NormSpec, units: list[Unit]) -> None:
-        self.a, self.b, self.units = a, b, units
+    def __init__(self, a: NormSpec, b: NormSpec, units: list[Unit], sized: bool) -> None:
+        self.a, self.b, self.units, self.sized = a, b, units, sized
         self.reasons: list[str] = []
         self.conditions: list[str] = []
         # where sets differ, what is common to both: the condition that makes them equal shrinks them to it
@@ -269,11 +265,16 @@ class _Comparison:
         return getattr(self.a, field), getattr(self.b, field)
 
     def _sets(self) -> None:
+        # a variance with a correction, and a sum, also tell sets of copies apart by their size
         size_counts = any(spec.correction or spec.scale == "l2" for spec in (self.a, self.b))
+        cures = [] if self.sized else ["{} has size 1"]
+        cures += [] if size_counts else ["the input is the same along {}"]
         for unit in self.units:
             if unit.differs("kept"):
-                alike = "" if size_counts else ", or the input is the same along it"
-                self.conditions.append(f"{unit.name} has size 1{alike}")
+                if cures:
+                    self.conditions.append(" or ".join(cures).format(unit.name, unit.name))
+                else:
+                    self.reasons.append(f"one keeps {unit.name}, the other erases it")
         if self.a.remainder != self.b.remainder:
             self.conditions.append("the samples divide into whole virtual batches")
 
@@ -314,20 +315,29 @@ class _Comparison:
         a, b = self.a, self.b
         if a.weight is None and b.weight is None:
             if not isclose(factor_a, factor_b, rel_tol=1e-12):
-                self.reasons.append(f"without a weight they differ by the factor {factor_b / factor_a:.6g}")
+                self.reasons.append(
+                    f"without a weight they differ by the factor {self._number(factor_b / factor_a)}"
+                )
             return ""
         if a.weight is None or b.weight is None:
             spec, own, wanted = (b, factor_b, factor_a) if a.weight is None else (a, factor_a, factor_b)
             which = "second" if a.weight is None else "first"
-            self.conditions.append(f"the {which}'s weight is {wanted / own - spec.weight_offset:.6g}")
+            self.conditions.append(
+                f"the {which}'s weight is {self._number(wanted / own - spec.weight_offset)}"
+            )
             return ""
         self._parameter("weight")
         ratio = factor_a / factor_b
         if isclose(ratio, 1, rel_tol=1e-12) and a.weight_offset == b.weight_offset:
             return ""
         first = f"({a.weight_offset:g} + first's weight)" if a.weight_offset else "first's weight"
-        scaled = first if isclose(ratio, 1, rel_tol=1e-12) else f"{first} * {ratio:.6g}"
+        scaled = first if isclose(ratio, 1, rel_tol=1e-12) else f"{first} * {self._number(ratio)}"
         return f"second's weight = {scaled}" + (f" - {b.weight_offset:g}" if b.weight_offset else "")
+
+    def _number(self, value: float) -> str:
+        """In words where sizes are open and it depends on them."""
+        sized = self.sized or not (self.a.correction or self.b.correction or "l2" in self._both("scale"))
+        return f"{value:.6g}" if sized else "a number that the size of a set decides (pass shape)"
 
     def _biases(self) -> None:
         if self.a.bias is None and self.b.bias is None:
@@ -351,10 +361,9 @@ class _Comparison:
         if mine is None or other is None:
             self.conditions.append("statistics of the batch normalize, as only one carries running state")
             return
-        if any(unit.differs("state") for unit in self.units):
-            self.reasons.append(
-                f"running state lives on {self.a.running_axes!r} against {self.b.running_axes!r}"
-            )
+        apart = [unit.name for unit in self.units if unit.differs("state")]
+        if apart:
+            self.reasons.append(f"the running state of only one has an axis for {', '.join(apart)}")
         if mine.renorm != other.renorm:
             self.reasons.append(f"renorm {mine.renorm} against {other.renorm}")
         differ = [
