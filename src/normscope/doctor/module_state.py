@@ -1,25 +1,37 @@
-"""What a model is made of besides tensors: the Python objects it owns, and how to put their contents back."""
+"""What a model is made of besides tensor memory: the Python objects it owns, and the way back to their contents."""
 
 from __future__ import annotations
 
 import enum
 import functools
-import operator
-import random
 import sys
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from types import FunctionType, MethodType
+from collections import deque
+from collections.abc import Iterable
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from normscope.doctor.object_records import (
+    Children,
+    Record,
+    Restore,
+    record_array,
+    record_class,
+    record_container,
+    record_dict,
+    record_function,
+    record_generator,
+    record_script,
+    record_slots,
+)
+
 _PLAIN_STDLIB = frozenset({"collections", "types", "argparse", "weakref"})
 """standard library modules whose instances only hold data"""
 
 _SERVICES = frozenset(
-    {"wandb", "tensorboard", "tensorboardX", "mlflow", "lightning", "pytorch_lightning", "ray"}
+    {"numpy", "wandb", "tensorboard", "tensorboardX", "mlflow", "lightning", "pytorch_lightning", "ray"}
 )
 _TORCH_SERVICES = ("torch.utils.", "torch.fx", "torch.distributed", "torch._", "torch.jit")
 """packages whose objects work for the model but are no part of its state: trainers, loggers, process groups"""
@@ -27,18 +39,22 @@ _TORCH_SERVICES = ("torch.utils.", "torch.fx", "torch.distributed", "torch._", "
 _MAX_HOPS = 3
 """how many plain objects deep the search goes: a model may point at the whole program that trains it"""
 _MAX_ITEMS = 100_000
-_MAX_ARRAY_BYTES = 256 * 2**20
+"""a longer container is put back too, but its items are not searched"""
+_MAX_ARRAY_BYTES = 64 * 2**20
+"""of NumPy arrays together, since they cannot be copied on write"""
 
-Restore = Callable[[], object]
-Children = Iterable[Any]
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, ModuleType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
 
 
 class ObjectState:
-    """Shallow copies of the contents of every mutable object reachable from ``roots``.
+    """Shallow copies of the contents of every mutable object that ``roots`` own, put back in place by ``restore``.
 
-    Modules (registered or not), dicts, lists, sets, deques, NumPy arrays, random generators, closures of hooks and
-    plain objects are put back in place by ``restore``. Tensors are only collected, in ``tensors``; their memory is
-    copied on write elsewhere. ``skipped`` names what was too large to copy.
+    Modules (registered or not), their classes, dicts, lists, sets, deques, NumPy arrays, random generators, plain
+    objects, and what hooks and methods close over or use as global variables. Tensors are only collected, in
+    ``tensors``: their memory is copied on write elsewhere. ``skipped`` says what was too large.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -57,9 +73,6 @@ class ObjectState:
             if hops <= _MAX_HOPS:
                 queue.extend((child, hops) for child in self._record(obj))
 
-    def __contains__(self, obj: Any) -> bool:
-        return id(obj) in self._seen
-
     def restore(self) -> None:
         for restore in self._restores:
             restore()
@@ -68,203 +81,69 @@ class ObjectState:
         """Remember how to put ``obj`` back, and return what it holds."""
         if isinstance(obj, torch.Tensor):
             self.tensors.append(obj)
-            grad = obj.grad if obj.is_leaf else None
-            return self._attributes(obj, [] if grad is None else [grad])
-        if isinstance(obj, np.ndarray):
-            return self._array(obj)
-        if isinstance(obj, (tuple, frozenset)):
-            return obj
+            return [*self._attributes(obj), obj.grad if obj.is_leaf else None]
+        if isinstance(obj, torch.nn.Module):
+            script = self._keep(record_script(obj)) if isinstance(obj, torch.jit.ScriptModule) else ()
+            return [*self._attributes(obj), *script, *(kind for kind in type(obj).__mro__ if _is_users(kind))]
+        if isinstance(obj, type):
+            return self._keep(record_class(obj)) if _is_users(obj) else ()
         if isinstance(obj, FunctionType):
-            return self._function(obj)
+            return self._keep(record_function(obj)) if _is_users(obj) else ()
         if isinstance(obj, MethodType):
             return (obj.__self__, obj.__func__)
         if isinstance(obj, functools.partial):
             return (obj.func, obj.args, obj.keywords)
-        for kind, record in _CONTAINERS:
-            if isinstance(obj, kind):
-                container: Any = obj
-                restore, children = record(container)
-                self._restores.append(restore)
-                if len(container) > _MAX_ITEMS:
-                    self.skipped.append(f"a {type(obj).__name__} of {len(container)} items: not looked into")
-                    children = ()
-                return self._attributes(obj, children)
-        if (state := _generator_state(obj)) is not None:
-            self._restores.append(state)
-            return ()
-        if isinstance(obj, torch.nn.Module) or _is_plain_object(obj):
-            return self._attributes(obj, ())
-        return ()
+        if isinstance(obj, (tuple, frozenset)):
+            return obj
+        if isinstance(obj, np.ndarray):
+            return self._array(obj)
+        if (container := record_container(obj)) is not None:
+            children = self._keep(container)
+            if len(children) > _MAX_ITEMS:
+                self.skipped.append(
+                    f"a {type(obj).__name__} of {len(children)} items: its items were not searched"
+                )
+                children = ()
+            return [*children, *self._attributes(obj)]
+        if (generator := record_generator(obj)) is not None:
+            return self._keep(generator)
+        return self._attributes(obj) if _is_plain_object(obj) else ()
 
-    def _attributes(self, obj: Any, children: Children) -> Children:
-        """Attributes in ``__dict__`` and ``__slots__``, besides ``children``."""
-        found = list(children)
-        attributes = getattr(obj, "__dict__", None)
-        if isinstance(attributes, dict):
-            restore, values = _record_dict(attributes)
+    def _keep(self, record: Record) -> Children:
+        restore, children = record
+        if restore is not None:
             self._restores.append(restore)
-            found += values
-        slots = {name: getattr(obj, name) for name in _slots(type(obj)) if hasattr(obj, name)}
-        if slots:
-            self._restores.append(lambda: _set_slots(obj, slots))
-            found += slots.values()
-        return found
+        return children
+
+    def _attributes(self, obj: Any) -> Children:
+        attributes = getattr(obj, "__dict__", None)
+        held = self._keep(record_dict(attributes)) if isinstance(attributes, dict) else ()
+        return [*held, *self._keep(record_slots(obj))]
 
     def _array(self, array: np.ndarray[Any, Any]) -> Children:
-        if array.dtype.hasobject:
-            return ()
-        if not array.flags.writeable:
+        if array.dtype.hasobject or not array.flags.writeable:
             return ()
         self._array_bytes += array.nbytes
-        if self._array_bytes > _MAX_ARRAY_BYTES:
-            self.skipped.append(f"a NumPy array of {array.nbytes / 2**20:.0f} MiB: too large to copy")
-            return ()
-        saved = array.copy()
-
-        def restore() -> None:
-            if array.tobytes() != saved.tobytes():
-                array[...] = saved
-
-        self._restores.append(restore)
+        if self._array_bytes <= _MAX_ARRAY_BYTES:
+            return self._keep(record_array(array))
+        note = f"NumPy arrays beyond the first {_MAX_ARRAY_BYTES / 2**20:.0f} MiB: too large to copy"
+        if note not in self.skipped:
+            self.skipped.append(note)
         return ()
-
-    def _function(self, function: FunctionType) -> Children:
-        """A hook: what its closure holds, and mutable defaults."""
-        if function.__module__ and function.__module__.split(".")[0] == "torch":
-            return ()
-        cells = [cell for cell in function.__closure__ or () if _filled(cell)]
-        contents = [cell.cell_contents for cell in cells]
-
-        def restore() -> None:
-            for cell, content in zip(cells, contents, strict=True):
-                if not _filled(cell) or cell.cell_contents is not content:
-                    cell.cell_contents = content
-
-        self._restores.append(restore)
-        return self._attributes(
-            function, [*contents, *(function.__defaults__ or ()), function.__kwdefaults__]
-        )
-
-
-_ATOMS = (
-    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, range, slice,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type(sys),
-)  # fmt: skip
-
-
-def _record_dict(obj: dict[Any, Any]) -> tuple[Restore, Children]:
-    # the base class's own methods: a subclass may have overridden them, and OrderedDict keeps its order apart
-    base: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
-    saved = dict(base.items(obj))
-
-    def restore() -> None:
-        if not (_same(base.keys(obj), saved.keys()) and _same(base.values(obj), saved.values())):
-            base.clear(obj)
-            base.update(obj, saved)
-
-    return restore, saved.values()
-
-
-def _record_list(obj: list[Any]) -> tuple[Restore, Children]:
-    saved = list.copy(obj)
-
-    def restore() -> None:
-        if not _same(obj, saved):
-            list.__setitem__(obj, slice(None), saved)
-
-    return restore, saved
-
-
-def _record_deque(obj: deque[Any]) -> tuple[Restore, Children]:
-    saved = list(obj)
-
-    def restore() -> None:
-        if not _same(obj, saved):
-            deque.clear(obj)
-            deque.extend(obj, saved)
-
-    return restore, saved
-
-
-def _record_set(obj: set[Any]) -> tuple[Restore, Children]:
-    saved = frozenset(obj)
-
-    def restore() -> None:
-        if obj != saved:
-            set.clear(obj)
-            set.update(obj, saved)
-
-    return restore, saved
-
-
-def _record_bytearray(obj: bytearray) -> tuple[Restore, Children]:
-    saved = bytes(obj)
-
-    def restore() -> None:
-        if obj != saved:
-            obj[:] = saved
-
-    return restore, ()
-
-
-_CONTAINERS: tuple[tuple[type, Callable[[Any], tuple[Restore, Children]]], ...] = (
-    (dict, _record_dict),
-    (list, _record_list),
-    (deque, _record_deque),
-    (set, _record_set),
-    (bytearray, _record_bytearray),
-)
-
-
-def _generator_state(obj: Any) -> Restore | None:
-    """How to put a random generator back, None for anything else."""
-    if isinstance(obj, torch.Generator):
-        torch_state = obj.get_state().clone()
-        return functools.partial(obj.set_state, torch_state)
-    if isinstance(obj, random.Random):
-        python_state = obj.getstate()
-        return lambda: obj.setstate(python_state)
-    if isinstance(obj, np.random.RandomState):
-        return functools.partial(obj.set_state, obj.get_state())
-    if isinstance(obj, np.random.Generator):
-        bits = obj.bit_generator
-        return functools.partial(setattr, bits, "state", bits.state)
-    return None
 
 
 def _is_plain_object(obj: Any) -> bool:
     """An instance that holds data: its class is neither a service's nor the standard library's."""
-    if isinstance(obj, (torch.nn.Module, torch.Tensor, FunctionType, MethodType, functools.partial)):
+    if isinstance(obj, (torch.nn.Module, torch.Tensor, type, FunctionType)):
         return False
     module = type(obj).__module__
     package = module.split(".")[0]
-    if package in sys.stdlib_module_names and package not in _PLAIN_STDLIB:
-        return False
-    return package not in _SERVICES and not module.startswith(_TORCH_SERVICES) and package != "numpy"
+    if package in sys.stdlib_module_names:
+        return package in _PLAIN_STDLIB
+    return package not in _SERVICES and not module.startswith(_TORCH_SERVICES)
 
 
-def _slots(kind: type) -> list[str]:
-    names = []
-    for base in kind.__mro__:
-        declared = base.__dict__.get("__slots__", ())
-        names += [declared] if isinstance(declared, str) else list(declared)
-    return [name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
-
-
-def _set_slots(obj: Any, slots: dict[str, Any]) -> None:
-    for name, value in slots.items():
-        if getattr(obj, name, None) is not value:
-            object.__setattr__(obj, name, value)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-def _same(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    now, before = list(now), list(before)
-    return len(now) == len(before) and all(map(operator.is_, now, before))
+def _is_users(obj: type | FunctionType) -> bool:
+    """A class or function that PyTorch and the standard library did not define."""
+    package = (obj.__module__ or "").split(".")[0]
+    return package == "__main__" or (package != "torch" and package not in sys.stdlib_module_names)

@@ -20,6 +20,8 @@ def independent(output: Any, shared: Callable[[torch.Tensor], bool]) -> Any:
         return output.clone() if shared(output) else output
     if isinstance(output, tuple):
         items = [independent(item, shared) for item in output]
+        if all(new is old for new, old in zip(items, output, strict=True)):
+            return output
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
     if type(output) is list:
         return [independent(item, shared) for item in output]

@@ -79,7 +79,6 @@ class Session:
 
     def __enter__(self) -> Session:
         self._vault = Vault()
-        # C++ attributes of scripted modules show only through the module's own lists of tensors
         self._objects = ObjectState([self.model, *self.model.parameters(), *self.model.buffers()])
         self.unverified += self._objects.skipped
         names = _tensor_names(self.model)
@@ -100,6 +99,12 @@ class Session:
                 f"pointer would go unseen"
             )
         self._stashes = [HookStash(tensor) for tensor in self._objects.tensors if tensor.is_leaf]
+        try:
+            for stash in self._stashes:
+                stash.silence()
+        except BaseException:  # Ctrl-C: __exit__ is not called where __enter__ has raised
+            self._bring_hooks_back()
+            raise
         self._open = True
         return self
 
@@ -107,8 +112,7 @@ class Session:
         with _uninterrupted():
             self._open = False
             self._restore()
-            for stash in self._stashes:
-                stash.restore()
+            self._bring_hooks_back()
             for tensor in self._tensors:
                 tensor.restore_version()
             for name in self._vault.changed():
@@ -116,6 +120,10 @@ class Session:
                     f"{name}: its memory was changed by something no operation showed (a C++ extension, a raw "
                     f"pointer) and could not be put back"
                 )
+
+    def _bring_hooks_back(self) -> None:
+        for stash in self._stashes:
+            stash.restore()
 
     def _restore(self) -> None:
         self._objects.restore()
@@ -213,6 +221,9 @@ class Session:
         kwargs = {} if kwargs is None else kwargs
         flags = self._flags(mode)
         self._refuse_inference_tensors(mode, grad)
+        with torch.inference_mode(False):
+            # a forward may write its input, or save it for backward: torch allows neither for inference tensors
+            args, kwargs = independent((args, kwargs), torch.Tensor.is_inference)
         with self._restoring(args, kwargs) as vaults:
             for path, flag in flags.items():
                 set_training(self.modules[path], flag)
@@ -377,8 +388,12 @@ def _uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread receives signals
         return
+    before = signal.getsignal(signal.SIGINT)
+    if before is None:
+        yield  # not installed from Python: it could not be put back
+        return
     pending: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *received: pending.append(received))
+    signal.signal(signal.SIGINT, lambda *received: pending.append(received))
     try:
         yield
     finally:

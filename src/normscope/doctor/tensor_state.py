@@ -59,7 +59,10 @@ class HookStash:
             self._dicts[attribute] = hooks
             if hooks is not None:
                 self._items[attribute] = list(hooks.items())
-                hooks.clear()
+
+    def silence(self) -> None:
+        for attribute in self._items:
+            self._dicts[attribute].clear()
 
     def restore(self) -> None:
         for attribute, hooks in self._dicts.items():
