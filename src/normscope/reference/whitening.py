@@ -74,32 +74,30 @@ def whitening_matrices(covariance: Array, spec: Any, eps: float) -> Array:
 
     - ``zca``: S^(-1/2), the symmetric one.
     - ``cholesky``: L^-1 with S = L L^T, lower triangular.
-    - ``iternorm``: ``spec.iterations`` steps of Newton's method towards S^(-1/2), P <- (3 P - P^3 S / t) / 2 from
-      P = 1, and W = P / sqrt(t), t = trace(S) (Huang et al. 2019, algorithm 1).
+    - ``iternorm``: ``spec.iterations`` steps of Newton's method towards S^(-1/2), P <- (3 P - P^3 S / t) / 2 from P = 1,
+      and W = P / sqrt(t), t = trace(S) (Huang et al. 2019, algorithm 1). Every P is a polynomial of S, so the steps are
+      taken on the eigenvalues: on matrices, rounding errors that do not commute with S grow from step to step.
     """
     k = covariance.shape[-1]
     one = np.broadcast_to(np.eye(k), covariance.shape)
     if spec.eps_at == "variance":
         regular = covariance + eps * one
     elif spec.eps_at == "trace":
-        regular = covariance + eps * _trace(covariance) / k * one
+        regular = covariance + eps * np.trace(covariance, axis1=1, axis2=2)[:, None, None] / k * one
     else:
         raise ValueError(f"eps stands at variance or trace of a covariance; got {spec.eps_at!r}")
+    if spec.scale == "cholesky":
+        return np.asarray(np.linalg.solve(np.linalg.cholesky(regular), one), dtype=np.float64)
+    values, vectors = np.linalg.eigh(regular)
     if spec.scale == "zca":
-        values, vectors = np.linalg.eigh(regular)
-        matrices = (vectors / np.sqrt(values)[:, None, :]) @ vectors.swapaxes(1, 2)
-    elif spec.scale == "cholesky":
-        matrices = np.linalg.solve(np.linalg.cholesky(regular), one)
+        inverse_roots = 1 / np.sqrt(values)
     else:
-        t, matrices = _trace(regular), one
+        trace = values.sum(axis=1, keepdims=True)
+        p = np.ones_like(values)
         for _ in range(spec.iterations):
-            matrices = 1.5 * matrices - 0.5 * matrices @ matrices @ matrices @ (regular / t)
-        matrices = matrices / np.sqrt(t)
-    return np.asarray(matrices, dtype=np.float64)
-
-
-def _trace(matrices: Array) -> Array:
-    return np.asarray(np.trace(matrices, axis1=1, axis2=2)[:, None, None], dtype=np.float64)
+            p = (3 * p - p**3 * values / trace) / 2
+        inverse_roots = p / np.sqrt(trace)
+    return np.asarray((vectors * inverse_roots[:, None, :]) @ vectors.swapaxes(1, 2), dtype=np.float64)
 
 
 def whitened(inputs: Inputs) -> Array:
