@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from normscope.errors import NormscopeError
+
 if TYPE_CHECKING:
     import torch
 
     from normscope.spec import NormSpec
 
 
-class UnknownNormalization(TypeError):
+class UnknownNormalization(NormscopeError, TypeError):
     """The object is not a normalization that can be read exactly; the text says why and what to do."""
 
 
