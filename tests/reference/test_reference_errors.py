@@ -42,29 +42,38 @@ def loose(**fields: Any) -> SimpleNamespace:
 CASES = {
     "rank": (
         lambda: reference.forward(X[0], PLAIN),
-        "pattern 'b c -> c' does not fit shape (4,) with sizes {}: it has 2 axes, the input 1",
+        "pattern 'b c -> c' does not fit shape (4,) with sizes {}: it takes 2 axes, the input has 1. Is the batch "
+        "axis there?",
     ),
     "rank with ellipsis": (
         lambda: reference.forward(X[0], NormSpec("b c ... -> c")),
-        "pattern 'b c ... -> c' does not fit shape (4,) with sizes {}: it has 2 axes or more, the input 1",
+        "pattern 'b c ... -> c' does not fit shape (4,) with sizes {}: it takes 2 axes or more, the input has 1. Is "
+        "the batch axis there?",
     ),
     "bounded rank": (
         lambda: reference.forward(X, NormSpec("b c ... -> b c", ndim=(3, 5))),
-        "pattern 'b c ... -> b c' does not fit shape (3, 4) with sizes {}: inputs must have 3 to 5 axes, this one has 2",
+        "pattern 'b c ... -> b c' does not fit shape (3, 4) with sizes {}: ndim=(3, 5) bounds the number of "
+        "axes, the input has 2. Unbatched inputs have a spec of their own",
     ),
     "factor": (
         lambda: reference.forward(X, NormSpec("b (g c) -> b g", sizes={"g": 3})),
-        "pattern 'b (g c) -> b g' does not fit shape (3, 4) with sizes {'g': 3}: axis (g c) of size 4 does not divide by "
-        "{'g': 3}",
+        "pattern 'b (g c) -> b g' does not fit shape (3, 4) with sizes {'g': 3}: axis (g c) of size 4 is not a "
+        "multiple of 3. Change the size",
     ),
     "named size": (
         lambda: reference.forward(X, NormSpec("b c -> c", sizes={"c": 5})),
-        "pattern 'b c -> c' does not fit shape (3, 4) with sizes {'c': 5}: axis (c) of size 4 does not divide by {'c': 5}",
+        "pattern 'b c -> c' does not fit shape (3, 4) with sizes {'c': 5}: axis c has size 4, its sizes make 5. "
+        "Leave one out to infer it",
     ),
     "virtual batches": (
         lambda: reference.forward(X, NormSpec("(v b) c -> v c", sizes={"b": 2})),
-        "pattern '(v b) c -> v c' does not fit shape (3, 4) with sizes {'b': 2}: axis (v b) of size 3 does not divide by "
-        "{'b': 2}",
+        "pattern '(v b) c -> v c' does not fit shape (3, 4) with sizes {'b': 2}: axis (v b) of size 3 is not a "
+        "multiple of 2. Change the size, or set remainder to 'short' or 'balanced'",
+    ),
+    "open factors": (
+        lambda: reference.forward(X, loose(stats="b (g c) -> b g")),
+        "pattern 'b (g c) -> b g' does not fit shape (3, 4) with sizes {}: axis (g c) leaves g and c open. Give all "
+        "but one in sizes",
     ),
     "unknown axis": (
         lambda: reference.forward(X, loose(stats="b c -> d")),
@@ -137,8 +146,8 @@ CASES = {
     ),
     "one value a channel": (
         lambda: reference.update_running(state((4,), (4,)), X[:1], STORED),
-        "a stored variance divides by M - 1, so every set needs more than 1 elements; got one of 1 in an input of shape "
-        "(1, 4) under 'b c -> c'",
+        "a stored variance divides by M - 1, so every set needs M > 1 elements; got M = 1 under 'b c -> c' in an input "
+        "of shape (1, 4). Take larger batches, or Running(correction=0)",
     ),
     "gradient shape": (
         lambda: reference.vjp(X[0], X, PLAIN),

@@ -12,8 +12,8 @@ from reference_problems import Problem, problems, second_opinion
 from normscope import reference
 from normscope.spec import NormSpec
 
-many = settings(max_examples=300, deadline=None)
-some = settings(max_examples=120, deadline=None)
+many = settings(max_examples=150, deadline=None)
+some = settings(max_examples=60, deadline=None)
 
 
 def forward(p: Problem, **changed: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,60 +69,80 @@ class Axes:
 def locate(spec: Any, shape: Sequence[int]) -> Axes:
     """Coordinates of an input of ``shape`` under the axes of ``spec``.
 
-    Raises ``ValueError`` where the shape does not fit the pattern, with pattern, shape and sizes.
+    Raises ValueError where the shape does not fit, with pattern, shape and sizes.
     """
     pattern, shape = str(spec.stats), tuple(int(n) for n in shape)
-    given = {str(name): int(size) for name, size in dict(getattr(spec, "sizes", None) or {}).items()}
-
-    def refuse(reason: str) -> ValueError:
-        return ValueError(f"pattern {pattern!r} does not fit shape {shape} with sizes {given}: {reason}")
-
+    given = {str(name): int(size) for name, size in dict(spec.sizes).items()}
     left, _, right = pattern.partition("->")
     groups = dims(left)
-    fixed = len(groups) - (("...",) in groups)
-    bounds = getattr(spec, "ndim", None)
-    if len(shape) < fixed or (("...",) not in groups and len(shape) != fixed):
-        raise refuse(f"it has {fixed} axes{' or more' if ('...',) in groups else ''}, the input {len(shape)}")
-    if bounds is not None and not bounds[0] <= len(shape) <= (bounds[1] or len(shape)):
-        raise refuse(f"inputs must have {bounds[0]} to {bounds[1] or 'any'} axes, this one has {len(shape)}")
-    ellipsis = tuple(f"...{i}" for i in range(len(shape) - fixed))
-    flat: list[tuple[str, ...]] = []
-    for group in groups:
-        flat += [(name,) for name in ellipsis] if group == ("...",) else [group]
-
-    sizes: dict[str, int] = {}
-    coordinates: dict[str, Labels] = {}
-    for dim, (group, size) in enumerate(zip(flat, shape, strict=True)):
-        place = np.arange(size, dtype=np.int64).reshape([-1 if d == dim else 1 for d in range(len(shape))])
-        parts = _split(group, size, given, str(getattr(spec, "remainder", "error")), place)
-        if parts is None:
-            known = {name: given[name] for name in group if name in given}
-            raise refuse(f"axis ({' '.join(group)}) of size {size} does not divide by {known}")
-        for name, (extent, coordinate) in zip(group, parts, strict=True):
-            sizes[name], coordinates[name] = extent, coordinate
+    try:
+        ellipsis = _ellipsis(groups, getattr(spec, "ndim", None), len(shape))
+        flat: list[tuple[str, ...]] = []
+        for group in groups:
+            flat += [(name,) for name in ellipsis] if group == ("...",) else [group]
+        sizes: dict[str, int] = {}
+        coordinates: dict[str, Labels] = {}
+        for dim, (group, size) in enumerate(zip(flat, shape, strict=True)):
+            place = np.arange(size, dtype=np.int64).reshape(
+                [-1 if d == dim else 1 for d in range(len(shape))]
+            )
+            for name, extent, coordinate in _split(
+                group, size, given, getattr(spec, "remainder", "error"), place
+            ):
+                sizes[name], coordinates[name] = extent, coordinate
+    except _Misfit as misfit:
+        raise ValueError(
+            f"pattern {pattern!r} does not fit shape {shape} with sizes {given}: {misfit}"
+        ) from None
     axes = Axes(pattern, shape, sizes, coordinates, ellipsis, ())
-    kept = tuple(name for group in axes.names(right) for name in group)
-    return Axes(pattern, shape, sizes, coordinates, ellipsis, kept)
+    return replace(axes, kept=tuple(name for group in axes.names(right) for name in group))
+
+
+class _Misfit(Exception):
+    """What is wrong, and the likely fix; ``locate`` puts pattern, shape and sizes before it."""
+
+
+def _ellipsis(groups: list[tuple[str, ...]], bounds: Any, rank: int) -> tuple[str, ...]:
+    """Names of the axes that ``...`` stands for in an input of ``rank`` axes."""
+    dots = ("...",) in groups
+    fixed = len(groups) - dots
+    if rank < fixed or (rank != fixed and not dots):
+        raise _Misfit(
+            f"it takes {fixed} axes{' or more' if dots else ''}, the input has {rank}. Is the batch axis there?"
+        )
+    if bounds is not None and (rank < bounds[0] or (bounds[1] is not None and rank > bounds[1])):
+        raise _Misfit(
+            f"ndim={tuple(bounds)} bounds the number of axes, the input has {rank}. Unbatched inputs have a spec of "
+            "their own"
+        )
+    return tuple(f"...{i}" for i in range(rank - fixed))
 
 
 def _split(
     group: tuple[str, ...], size: int, given: dict[str, int], remainder: str, place: Labels
-) -> list[tuple[int, Labels]] | None:
-    """Size and coordinate of each factor of one input axis, or None where the sizes do not fit."""
+) -> list[tuple[str, int, Labels]]:
+    """Name, size and coordinate of each factor of one input axis."""
     known = math.prod(given[name] for name in group if name in given)
     free = [name for name in group if name not in given]
-    if len(free) > 1 or known == 0:
-        return None
-    if size % known or (not free and size != known):
-        if remainder == "error" or len(group) != 2 or len(free) != 1:
-            return None
+    axis = group[0] if len(group) == 1 else f"({' '.join(group)})"
+    if len(free) > 1:
+        raise _Misfit(f"axis {axis} leaves {' and '.join(free)} open. Give all but one in sizes")
+    if not free and size != known:
+        raise _Misfit(f"axis {axis} has size {size}, its sizes make {known}. Leave one out to infer it")
+    if size % known:
+        if remainder == "error" or len(group) != 2:
+            raise _Misfit(
+                f"axis {axis} of size {size} is not a multiple of {known}. Change the size"
+                + (", or set remainder to 'short' or 'balanced'" if "v" in group else "")
+            )
         starts = _boundaries(size, known, by_number=group[0] in given, balanced=remainder == "balanced")
         first = (np.searchsorted(starts, place, side="right") - 1).astype(np.int64)
-        return [(len(starts), first), (int(np.diff([*starts, size]).max()), place - starts[first])]
-    parts: list[tuple[int, Labels]] = []
+        largest = int(np.diff([*starts, size]).max())
+        return [(group[0], len(starts), first), (group[1], largest, place - starts[first])]
+    parts: list[tuple[str, int, Labels]] = []
     for name in reversed(group):
         extent = given.get(name, size // known)
-        parts.insert(0, (extent, place % max(extent, 1)))
+        parts.append((name, extent, place % max(extent, 1)))
         place = place // max(extent, 1)
     return parts
 

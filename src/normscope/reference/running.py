@@ -155,8 +155,9 @@ def _enough(inputs: Inputs, m: Moments, correction: float) -> float:
     fewest = int(m.count[m.count > 0].min(initial=np.iinfo(np.int64).max))
     if fewest <= correction:
         raise ValueError(
-            f"a stored variance divides by M - {correction:g}, so every set needs more than {correction:g} "
-            f"elements; got one of {fewest} in an input of shape {inputs.axes.shape} under {inputs.axes.pattern!r}"
+            f"a stored variance divides by M - {correction:g}, so every set needs M > {correction:g} elements; got "
+            f"M = {fewest} under {inputs.axes.pattern!r} in an input of shape {inputs.axes.shape}. Take larger "
+            "batches, or Running(correction=0)"
         )
     return correction
 

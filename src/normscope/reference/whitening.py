@@ -74,9 +74,9 @@ def whitening_matrices(covariance: Array, spec: Any, eps: float) -> Array:
 
     - ``zca``: S^(-1/2), the symmetric one.
     - ``cholesky``: L^-1 with S = L L^T, lower triangular.
-    - ``iternorm``: ``spec.iterations`` steps of Newton's method towards S^(-1/2), P <- (3 P - P^3 S / t) / 2 from P = 1,
-      and W = P / sqrt(t), t = trace(S) (Huang et al. 2019, algorithm 1). Every P is a polynomial of S, so the steps are
-      taken on the eigenvalues: on matrices, rounding errors that do not commute with S grow from step to step.
+    - ``iternorm``: ``spec.iterations`` steps of Newton's method towards S^(-1/2), P <- (3 P - P^3 S / t) / 2 from
+      P = 1, and W = P / sqrt(t), t = trace(S) (Huang et al. 2019, algorithm 1). Every P is a polynomial of S, so the
+      steps are taken on the eigenvalues: on matrices, rounding errors that do not commute with S grow at every step.
     """
     k = covariance.shape[-1]
     one = np.broadcast_to(np.eye(k), covariance.shape)
