@@ -21,18 +21,6 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
     from normscope.spec import NormSpec
 
-# fmt: off
-VIEWS = frozenset(
-    (
-        "view", "reshape", "transpose", "permute", "flatten", "unflatten", "unsqueeze", "squeeze",
-        "movedim", "contiguous", "moveaxis", "swapaxes", "t", "T", "mT", "view_as", "reshape_as",
-        "detach", "clone", "to", "float", "double", "half", "bfloat16", "type_as", "identity",
-        "alias",
-    )
-)
-# fmt: on
-"""operations that only move values or cast them"""
-
 
 @dataclass(frozen=True)
 class FedBias:
@@ -74,7 +62,7 @@ def _directly_before(neighbour: Neighbour) -> bool:
         neighbour.kind in ("conv", "linear")
         and neighbour.bias is not None
         and neighbour.consumers == 1
-        and all(op in VIEWS for op in neighbour.through)
+        and not neighbour.through
     )
 
 

@@ -18,9 +18,10 @@ its output is 0/0, NaN, and from there the loss. A negative eps does the same at
 `eps=None` makes the function depend on the dtype: 1.2e-7 in float32, 2.2e-16 in float64.
 
 ## Known problems
-Whether `eps=None` follows a half input or its float32 arithmetic differs between kernels and versions; the
-value given is that of the arithmetic. A norm fed with data that never lacks spread works with eps 0, until
-the day it does not.
+Recent PyTorch refuses a negative eps in batch norm, and 0 in training, with an error; layer, group and RMS
+norm accept both. Whether `eps=None` follows a half input or its float32 arithmetic differs between kernels
+and versions; the value given is that of the arithmetic. A norm fed with data that never lacks spread works
+with eps 0, until the day it does not.
 
 ## Example
 ```python

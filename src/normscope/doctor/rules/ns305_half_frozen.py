@@ -87,6 +87,8 @@ def check(subject: Subject) -> Iterator[Finding]:
 
 def _reason(subject: Subject, site: Site, frozen: Any, in_use: bool) -> tuple[str, str]:
     """The diagnosis, and the words for it."""
+    from normscope.doctor.significance import matters  # which needs NumPy, and pages are read without it
+
     if subject.frozen_policy in ("statistics", "both"):
         return "policy", f"the declared policy is {subject.frozen_policy!r}, which fixes them."
     if in_use:
@@ -95,7 +97,7 @@ def _reason(subject: Subject, site: Site, frozen: Any, in_use: bool) -> tuple[st
             "the model is in eval and nothing in it is trained, so this only concerns a later train().",
         )
     measured = subject.measured.get("gap", {}).get(site.name)
-    if measured is not None and measured.gap is not None and measured.gap.matters:
+    if measured is not None and measured.gap is not None and matters(measured.gap)[1]:
         difference = measured.gap
         return "moving", (
             f"this batch already differs from them (means by {number(difference.shift)} standard deviations, "

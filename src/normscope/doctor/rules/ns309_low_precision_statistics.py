@@ -14,11 +14,13 @@ is info.
 ## Why it matters
 bfloat16 has a spacing of 1/256 to 1/128 of a value. With momentum 0.1 a variance must be off by 2 to 4 %
 before it moves at all, with 0.01 by 20 to 40 %: the statistics stop at the edge of the zone and never reach
-the data.
+the data. In PyTorch on a CPU, a stored variance of 0.8 under batches of variance 1.5 (momentum 0.01) stops at
+1.0 in bfloat16, at 1.45 in float16.
 
 ## Known problems
-Single batches scatter, and a stray one can jump the zone: the statistics then follow the outliers.
-Half-precision copies made for inference lose nothing but the last bits, hence info.
+Kernels may round more than once in an update, so the zone is the least that is lost. Single batches scatter,
+and a stray one can jump the zone: the statistics then follow the outliers. Half-precision copies made for
+inference lose nothing but the last bits, hence info.
 
 ## Example
 ```python

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from normscope.doctor.history import statistics_at_start
@@ -93,6 +94,8 @@ def _dropped_feeds(subject: Subject) -> dict[tuple[str, str], float]:
 
 
 def _finding(subject: Subject, site: Site, rate: float, layer: str) -> Finding:
+    from normscope.doctor.significance import matters  # which needs NumPy, and pages are read without it
+
     predicted = 1 - rate if layer else _predicted(site, rate)
     measured = subject.measured.get("gap", {}).get(site.name)
     difference: Any = None if measured is None else measured.gap
@@ -104,7 +107,8 @@ def _finding(subject: Subject, site: Site, rate: float, layer: str) -> Finding:
     else:
         ratio = math.exp(difference.log_var)
         evidence["measured_variance_ratio"] = ratio
-        severe = difference.matters and ratio < 1
+        variance_alone = replace(difference, share_mean=0.0, shift=0.0)
+        severe = ratio < 1 and matters(variance_alone)[1] and not subject.inputs_dependent
         told = f"measured on this batch: {number(ratio)}, " + ("confirmed" if severe else "not confirmed")
     return Finding(
         code="NS601",
