@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 
 def fingerprint(*roots: Any) -> Any:
@@ -55,6 +56,11 @@ def fingerprint(*roots: Any) -> Any:
         slots = [name for base in type(obj).__mro__ for name in getattr(base, "__slots__", ())]
         held = [of(getattr(obj, name, None)) for name in slots if not name.startswith("__")]
         attributes = getattr(obj, "__dict__", None)
+        if isinstance(obj, torch.jit.ScriptModule):
+            names = obj.__dict__["_concrete_type"].get_attributes()
+            held += [of(getattr(obj, name)) if name in ("b", "t") else repr(getattr(obj, name)) for name in names]
+        if isinstance(obj, nn.Module) and type(obj).__module__ == __name__:
+            held += [of(value) for name, value in vars(type(obj)).items() if not name.startswith("__")]
         return (id(obj), inside, held, None if attributes is None else of(attributes))
 
     def tensor(t: torch.Tensor) -> Any:
@@ -406,7 +412,49 @@ class JoinsGraph(Net):
 
 @exhibit
 def scripted() -> nn.Module:
-    return torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)))
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.Sequential(nn.BatchNorm1d(6))
+            self.calls = 0
+            self.history = [1]
+            self.t = torch.zeros(2)
+            self.register_buffer("b", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.history.append(self.calls)
+            self.t = self.t + 1
+            self.b = self.b + 1
+            return F.dropout(self.norm(x), 0.5, self.training)
+
+    return torch.jit.script(Scripted())
+
+
+CALLS = 0
+FEATURES: dict[str, Any] = {}
+
+
+@exhibit
+class SharesState(Net):
+    """A class attribute, global variables, a function's default argument and a function's own attribute."""
+
+    total = 0
+    table: dict[int, int] = {}
+
+    def leave_a_trace(self, x: torch.Tensor, seen: list[int] = []) -> None:  # noqa: B006
+        global CALLS
+        CALLS += 1
+        FEATURES["x"] = x
+        SharesState.total += 1
+        self.table[len(self.table)] = 1
+        seen.append(1)
+
+
+@exhibit
+class Checkpoints(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: self.dropout(self.norm(y)), self.linear(x), use_reentrant=False)
 
 
 @exhibit

@@ -169,7 +169,12 @@ def record_function(function: FunctionType) -> Record:
             if space.get(name, space) is not value:
                 space[name] = value
 
-    held = [*(content for _, content in cells), *variables.values(), *(function.__defaults__ or ()), function.__kwdefaults__]
+    held = [
+        *(content for _, content in cells),
+        *variables.values(),
+        *(function.__defaults__ or ()),
+        function.__kwdefaults__,
+    ]
     if function.__dict__:
         held.append(function.__dict__)
     return (restore if cells or variables else None), held

@@ -79,7 +79,9 @@ class Session:
 
     def __enter__(self) -> Session:
         self._vault = Vault()
-        self._objects = ObjectState([self.model, *self.model.parameters(), *self.model.buffers()])
+        # a scripted module keeps its children and tensors in C++, where only these lists show them
+        everything = [*self.model.modules(), *self.model.parameters(), *self.model.buffers()]
+        self._objects = ObjectState(everything)
         self.unverified += self._objects.skipped
         names = _tensor_names(self.model)
         self._tensors = [TensorState(tensor) for tensor in self._objects.tensors]
