@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
     from normscope.spec import NormSpec
 
-PRODUCERS = ("conv", "linear", "embedding")
+PRODUCERS = ("conv", "linear", "embedding", "pool")
 
 
 @rule("NS103", "wrong-axis", kinds="D", needs=("data",))

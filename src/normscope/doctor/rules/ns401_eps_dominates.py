@@ -70,16 +70,18 @@ def _finding(site: Site, seen: SetStatistics) -> Finding:
     assert site.spec is not None
     stored = seen.mode in ("running", "frozen")
     low, middle, _ = seen.shrinkage
+    many = seen.eps_all >= MANY
     others = seen.sets - seen.live
     counted = f" ({plural(others, 'constant set')} not counted)" if others else ""
     what = "stored variance" if stored else "statistic set"
+    which, size = ("median", middle) if many else ("lowest 5 %", low)
     return Finding(
         code="NS401",
         site=site.name,
-        severity="warning" if seen.eps_all >= MANY else "info",
+        severity="warning" if many else "info",
         message=f"eps {eps_text(site.spec.eps)} is larger than the variance in {percent(seen.eps_all)} of "
-        f"{plural(seen.live, what)}{counted}: the median output has a standard deviation of {number(middle)} "
-        "instead of 1 before the gain.",
+        f"{plural(seen.live, what)}{counted}: before the gain the output has a standard deviation of {number(size)} "
+        f"instead of 1 ({which} of the sets).",
         evidence={
             "eps": site.spec.eps,
             "share_over_variance": seen.eps_all,
