@@ -8,7 +8,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ def fingerprint(*roots: Any) -> Any:
     seen: set[int] = set()
 
     def of(obj: Any) -> Any:
-        if isinstance(obj, (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)):
+        if isinstance(
+            obj, (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+        ):
             return (type(obj), repr(obj))
         if id(obj) in seen:
             return id(obj)
@@ -58,7 +60,9 @@ def fingerprint(*roots: Any) -> Any:
         attributes = getattr(obj, "__dict__", None)
         if isinstance(obj, torch.jit.ScriptModule):
             names = obj.__dict__["_concrete_type"].get_attributes()
-            held += [of(getattr(obj, name)) if name in ("b", "t") else repr(getattr(obj, name)) for name in names]
+            held += [
+                of(getattr(obj, name)) if name in ("b", "t") else repr(getattr(obj, name)) for name in names
+            ]
         if isinstance(obj, nn.Module) and type(obj).__module__ == __name__:
             held += [of(value) for name, value in vars(type(obj)).items() if not name.startswith("__")]
         return (id(obj), inside, held, None if attributes is None else of(attributes))
@@ -440,7 +444,7 @@ class SharesState(Net):
     """A class attribute, global variables, a function's default argument and a function's own attribute."""
 
     total = 0
-    table: dict[int, int] = {}
+    table: ClassVar[dict[int, int]] = {}
 
     def leave_a_trace(self, x: torch.Tensor, seen: list[int] = []) -> None:  # noqa: B006
         global CALLS

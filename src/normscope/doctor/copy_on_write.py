@@ -104,6 +104,10 @@ class Vault:
     def total_bytes(self) -> int:
         return sum(size for _, size, _ in self._held.values())
 
+    def cloned_bytes(self) -> int:
+        """The extra memory in use."""
+        return sum(clone.nbytes() for clone in self._clones.values())
+
     def checksum(self) -> None:
         """Record a checksum of all protected memory (about 3 GB/s on one core)."""
         self._checksums = {key: _crc(storage) for key, (storage, _, _) in self._held.items()}

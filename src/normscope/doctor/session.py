@@ -161,6 +161,11 @@ class Session:
                 for state in states:
                     state.restore_version()
 
+    @property
+    def extra_bytes(self) -> int:
+        """Memory that the session holds: the buffers and what runs have written so far."""
+        return self._vault.cloned_bytes()
+
     # -- runs ----------------------------------------------------------------------------------------------
 
     def forward(

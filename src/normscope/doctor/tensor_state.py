@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from normscope.doctor.copy_on_write import storages_of
+
 
 class TensorState:
     """The record of one tensor, and the way back to it. Bytes are the vault's (``copy_on_write``)."""
@@ -77,11 +79,12 @@ class HookStash:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where the tensor lies: enough to notice ``tensor.data = other``, ``set_``, ``resize_`` and ``t_``."""
+    """Where the tensor lies: enough to notice ``tensor.data = other``, ``set_``, ``resize_``, ``t_`` and the like."""
     known: tuple[Any, ...] = (tensor.dtype, tensor.device, tensor.shape)
-    if tensor.layout is not torch.strided:
-        return known
+    if tensor.layout is torch.strided:
+        known += (tensor.stride(), tensor.storage_offset())
     try:
-        return (*known, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().data_ptr())
+        # an operation in place on a sparse tensor gives it other memory
+        return (*known, *(storage.data_ptr() for storage in storages_of(tensor)))
     except (NotImplementedError, RuntimeError):
         return known
