@@ -31,7 +31,7 @@ def first_output_against_companion() -> Rows:
     rows = []
     for eps in (1e-5, 1e-2):
         layer = nn.BatchNorm1d(1, eps=eps, affine=False, track_running_stats=False).double()
-        for b in np.linspace(-1, 1, 201).tolist():
+        for b in (np.linspace(-1, 1, 201) ** 3).tolist():  # dense around 0, where the sign turns
             first = float(layer(tensor([[0.0], [b]]))[0, 0])
             rows.append({"eps": eps, "b": b, "output of the sample 0": first})
     return rows
@@ -49,7 +49,7 @@ def write(folder: Path) -> list[Path]:
         "output-norm-against-scale": (
             norm,
             "Layer norm: eps decides which scales are seen",
-            scale.scale(type="log").axis(format="~e", tickCount=7),
+            scale.scale(type="log").axis(format="~e", values=[10.0**k for k in range(-4, 3)]),
             altair.Y("output norm:Q", title="norm of the output, d = 2"),
         ),
         "first-output-against-companion": (
@@ -90,7 +90,8 @@ def _svg(path: Path, altair: Any, rows: Rows, title: str, x: Any, y: Any) -> Pat
     # Okabe and Ito's blue and vermilion: told apart with any colour vision, and by dashes in print
     colour = altair.Color("eps:N", title="eps", scale=altair.Scale(range=["#0072B2", "#D55E00"]))
     dash = altair.StrokeDash("eps:N", title="eps")
-    chart = altair.Chart(altair.Data(values=rows), title=title, width=480, height=300)
+    points = [{**row, "eps": f"{row['eps']:g}"} for row in rows]
+    chart = altair.Chart(altair.Data(values=points), title=title, width=480, height=300)
     chart = chart.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour, strokeDash=dash)
     chart.save(str(path), format="svg")
     return path

@@ -62,7 +62,7 @@ class Subject:
 
     def __init__(self, module: nn.Module, topic: str) -> None:
         self.topic = topic
-        self.original = _plain_copy(module)
+        self.original = copy.deepcopy(module).cpu()
         self.layer = copy.deepcopy(self.original).double()
         self.shape = example_shape(self.layer)
         self.reading = read(self.layer, input_ndim=len(self.shape))
@@ -292,10 +292,15 @@ class Subject:
     def _with_plain_gain(self) -> nn.Module:
         layer = copy.deepcopy(self.layer)
         tensors = read(layer, input_ndim=len(self.shape)).tensors
-        with torch.no_grad():
-            for name, value in (("weight", 1.0), ("bias", 0.0)):
-                if name in tensors:
-                    tensors[name].fill_(value)
+        for name, value in (("weight", 1.0), ("bias", 0.0)):
+            if name not in tensors:
+                continue
+            plain = torch.full_like(tensors[name], value, requires_grad=False)
+            if parametrize.is_parametrized(layer, name):
+                lists: Any = layer.parametrizations
+                lists[name][-1] = _Constant(plain)
+            else:
+                tensors[name].data = plain
         return layer
 
     def _evidence(self, claim: str, given: Any, **rest: Any) -> Evidence:
@@ -328,13 +333,15 @@ def _features(module: nn.Module) -> tuple[int, ...]:
     return (int(count) or 3,)
 
 
-def _plain_copy(module: nn.Module) -> nn.Module:
-    """A copy on the CPU whose parametrized weights are plain ones."""
-    twin = copy.deepcopy(module).cpu()
-    if parametrize.is_parametrized(twin):
-        for name in list(twin.parametrizations):  # type: ignore[arg-type]
-            parametrize.remove_parametrizations(twin, name)
-    return twin
+class _Constant(nn.Module):
+    """A parametrization that gives one tensor, whatever lies under it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, *originals: torch.Tensor) -> torch.Tensor:
+        return self.value
 
 
 def _state(reading: Reading) -> RunningState | None:
