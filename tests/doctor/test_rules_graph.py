@@ -197,7 +197,7 @@ class TestRedundantBias:
         )
         (finding,) = found(model, "NS501", 255 * torch.rand(8, 3, 16, 16))
         assert finding.evidence["producer"] == "2"
-        assert finding.evidence["sites"] == 1 if "sites" in finding.evidence else True
+        assert not finding.also
 
 
 class TestDropoutBeforeBatchNorm:
@@ -247,7 +247,7 @@ class TestDropoutBeforeBatchNorm:
         report = normscope.check(model, torch.randn(256, 8), select=["NS304", "NS601"])
         (finding,) = report.findings
         assert (finding.code, finding.severity) == ("NS601", "info")
-        assert "not confirmed" in finding.message
+        assert finding.evidence["measured_variance_ratio"] > 0.8
 
     def test_a_fresh_model_is_info(self) -> None:
         model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.BatchNorm1d(32))

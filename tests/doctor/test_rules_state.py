@@ -72,7 +72,7 @@ class TestFold:
         (head,) = fold(many)
         assert (head.site, head.severity, head.evidence["sites"]) == ("c", "error", 5)
         assert {head.site, *(f.site for f in head.also)} == set("abcde")
-        assert head.message == "Message. The same at 4 other sites: a, b, d and 1 more."
+        assert head.message == "Message. The same at 4 other sites."
 
     def test_numbers_that_are_none_are_written_too(self) -> None:
         assert [number(x) for x in (float("inf"), float("nan"), -0.0, 1e300)] == [

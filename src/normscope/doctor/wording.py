@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 
-    >>> plural(1, "site"), plural(49, "site")
-    ('1 site', '49 sites')
+    >>> plural(1, "site"), plural(49, "site"), plural(2, "batch")
+    ('1 site', '49 sites', '2 batches')
     """
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}es" if noun.endswith(("ch", "s", "x")) else f"{count} {noun}s"
 
 
 def number(value: float) -> str:
@@ -71,11 +73,10 @@ def fold(findings: Iterable[Finding]) -> list[Finding]:
     worst = max(severity_rank(f.severity) for f in found)
     head = next(f for f in found if severity_rank(f.severity) == worst)
     rest = tuple(f for f in found if f is not head)
-    places = f"The same at {plural(len(rest), 'other site')}: {listed([f.site for f in rest])}."
     return [
         replace(
             head,
-            message=f"{head.message} {places}",
+            message=f"{head.message} The same at {plural(len(rest), 'other site')}.",
             evidence={**head.evidence, "sites": len(found)},
             also=rest,
         )

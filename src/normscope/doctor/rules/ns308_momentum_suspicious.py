@@ -108,9 +108,7 @@ def _cumulative(site: Site, beside_numbers: bool) -> tuple[str, str, str, str] |
     recalibrated = affine_at_start(site) is False and count <= RECALIBRATION
     if site.mode_now != "batch" or (recalibrated and not beside_numbers):
         return None
-    past = (
-        f" after {plural(count, 'batch').replace('batchs', 'batches')} the next one counts 1 / {count + 1}."
-    )
+    past = f" after {plural(count, 'batch')} the next one counts 1 / {count + 1}."
     return (
         "cumulative",
         "info",

@@ -18,8 +18,8 @@ In eval every such layer passes activations that are too small by sqrt(v / R), l
 worse than training for a reason that looks like overfitting.
 
 ## Known problems
-With correlated, positive inputs (after a ReLU) the shift behind a weight layer is smaller than predicted. A
-dropout that is not followed by another norm's output or by this norm cannot be seen. Layer, group and
+With correlated, positive inputs (after a ReLU) the shift behind a weight layer is smaller than predicted.
+Before a layer of weights, a dropout is seen only where another norm stands before it. Layer, group and
 instance norm store nothing: silent.
 
 ## Example
@@ -94,13 +94,18 @@ def _dropped_feeds(subject: Subject) -> dict[tuple[str, str], float]:
 
 
 def _finding(subject: Subject, site: Site, rate: float, layer: str) -> Finding:
-    from normscope.doctor.significance import matters  # which needs NumPy, and pages are read without it
+    from normscope.doctor.significance import (
+        SHARE,
+        matters,
+    )  # which needs NumPy, and pages are read without it
 
     predicted = 1 - rate if layer else _predicted(site, rate)
     measured = subject.measured.get("gap", {}).get(site.name)
     difference: Any = None if measured is None else measured.gap
     place = f"before {layer}, which feeds this norm" if layer else "directly before this norm"
-    evidence: dict[str, Any] = {"dropout": rate, "through": layer, "predicted_variance_ratio": predicted}
+    evidence: dict[str, Any] = {"dropout": rate, "predicted_variance_ratio": predicted}
+    if layer:
+        evidence["through"] = layer
     if difference is None:
         severe = not layer and not statistics_at_start(site) and predicted <= THIRD
         told = "not measured here"
@@ -109,7 +114,8 @@ def _finding(subject: Subject, site: Site, rate: float, layer: str) -> Finding:
         evidence["measured_variance_ratio"] = ratio
         variance_alone = replace(difference, share_mean=0.0, shift=0.0)
         severe = ratio < 1 and matters(variance_alone)[1] and not subject.inputs_dependent
-        told = f"measured on this batch: {number(ratio)}, " + ("confirmed" if severe else "not confirmed")
+        doubt = "within sampling error" if difference.share_var <= SHARE else "not confirmed"
+        told = f"measured on this batch: {number(ratio)}, " + ("confirmed" if severe else doubt)
     return Finding(
         code="NS601",
         site=site.name,
