@@ -14,6 +14,7 @@ Samples so linked form groups, and a batch with many fewer groups than samples i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,16 @@ SHARE = 0.75
 """dependent where the groups are at most this share of the samples"""
 
 
+@dataclass(frozen=True)
+class Independence:
+    groups: int
+    """groups of samples that are linked to each other"""
+    looked_at: int
+    """samples that were compared"""
+    kind: str
+    """what links them"""
+
+
 def dependence(inputs: Any, samples: int) -> str:
     """Why the samples of a batch do not look independent, "" where they do.
 
@@ -45,9 +56,17 @@ def dependence(inputs: Any, samples: int) -> str:
         >>> dependence(x, 4), dependence(x[[0, 0, 0, 1]], 4)
         ('', 'only 2 of 4 samples are distinct (copies)')
     """
+    found = examine(inputs, samples)
+    if found.groups > SHARE * found.looked_at or found.looked_at < 2:
+        return ""
+    return f"only {found.groups} of {found.looked_at} samples are distinct ({found.kind})"
+
+
+def examine(inputs: Any, samples: int) -> Independence:
+    """Which samples are linked; arguments as for :func:`dependence`."""
     batch = [t.detach() for _, t in tensors(inputs) if t.ndim and t.shape[0] == samples]
     if samples < 2 or not batch:
-        return ""
+        return Independence(samples, samples, "")
     chosen = torch.linspace(0, samples - 1, min(samples, MOST_SAMPLES)).round().long()
     n = len(chosen)
     picked = [t[chosen.to(t.device)].cpu() for t in batch]
@@ -55,17 +74,15 @@ def dependence(inputs: Any, samples: int) -> str:
     for t in picked:
         flat = t.reshape(n, -1)
         linked &= torch.stack([(flat == row).all(1) for row in flat])
-    kind = "copies"
-    if _groups(linked) > SHARE * n:
-        kind = "near copies, or views of one image"
-        signals = [t for t in picked if t.is_floating_point() and t.ndim >= 3]
-        main = max(signals, key=torch.Tensor.numel, default=None)  # others may be masks or shared conditions
-        if main is not None and bool(torch.isfinite(main).all()):
-            linked |= _near_copies(main.float())
-            if main.ndim == 4 and min(main.shape[-2:]) >= SIDE:
-                linked |= _shared_regions(main.float())
-    groups = _groups(linked)
-    return f"only {groups} of {n} samples are distinct ({kind})" if groups <= SHARE * n else ""
+    copies = _groups(linked)
+    signals = [t for t in picked if t.is_floating_point() and t.ndim >= 3]
+    main = max(signals, key=torch.Tensor.numel, default=None)  # others may be masks or shared conditions
+    if copies <= SHARE * n or main is None or not bool(torch.isfinite(main).all()):
+        return Independence(copies, n, "copies")
+    linked |= _near_copies(main.float())
+    if main.ndim == 4 and min(main.shape[-2:]) >= SIDE:
+        linked |= _shared_regions(main.float())
+    return Independence(_groups(linked), n, "near copies, or views of one image")
 
 
 def _groups(linked: torch.Tensor) -> int:
@@ -82,7 +99,8 @@ def _near_copies(x: torch.Tensor) -> torch.Tensor:
     flat = x.flatten(1)
     flat = flat - flat.mean(1, keepdim=True)
     flat = flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-30)
-    return flat @ flat.T > NEAR_COPY
+    near: torch.Tensor = flat @ flat.T > NEAR_COPY
+    return near
 
 
 def _shared_regions(x: torch.Tensor) -> torch.Tensor:
@@ -135,5 +153,5 @@ def _thumbnails(x: torch.Tensor) -> torch.Tensor:
 def _phases(x: torch.Tensor) -> torch.Tensor:
     window = torch.hann_window(SIDE, periodic=False)
     x = (x - x.mean((1, 2), keepdim=True)) * window[:, None] * window
-    spectrum = torch.fft.rfft2(x)
+    spectrum: torch.Tensor = torch.fft.rfft2(x)
     return spectrum / spectrum.abs().clamp_min(1e-12)

@@ -146,7 +146,7 @@ class PaddingProbe(Probe):
         if a < 0:
             return some(t.detach().flatten())
         if a == p:
-            t = t.unflatten(a, (self._samples, length))
+            t = t.reshape(*t.shape[:a], self._samples, length, *t.shape[a + 1 :])
             p = a + 1
         rows, cols = (index.to(t.device) for index in self._valid)
         return some(t.detach().movedim((a, p), (0, 1))[rows, cols].flatten())

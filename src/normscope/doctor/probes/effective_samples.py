@@ -1,0 +1,102 @@
+"""How many independent values the batch statistics of a site rest on.
+
+Neighbouring pixels say nearly the same, so the mean over B samples of H x W pixels varies like the mean of far fewer
+independent values. How many follows from how much the per-sample means m_i really vary:
+
+    n_eff = v / (s^2 / B)        v: variance of all elements;  s^2: variance of m_i over samples
+
+with s^2 / v averaged over channels. With fewer than four samples, or samples that are not independent, s^2 is taken
+about the running mean instead, mean_i (m_i - mu)^2. That is the sum of the autocovariance about the global mean over
+all lags; about each sample's own mean it would forget that samples differ, and overstate n_eff up to 17 times.
+Measured in eval mode, where a site's input does not depend on the batch. Never more than there are elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from normscope.doctor.independence import examine
+from normscope.doctor.moments import SampleMoments, sample_moments
+from normscope.doctor.probes import Probe
+
+if TYPE_CHECKING:
+    from normscope.doctor.site import Event, Site
+    from normscope.doctor.subject import Subject
+
+FEW = 4
+
+
+@dataclass(frozen=True)
+class EffectiveSamples:
+    """What was measured at one site; ``reason`` says why nothing was."""
+
+    order: int
+    effective: float = 0.0
+    """independent values behind each batch mean, in this batch"""
+    per_sample: float = 0.0
+    """the same for one sample: between 1 and ``elements``"""
+    elements: int = 0
+    """elements of one sample in one channel"""
+    samples: int = 0
+    distinct: float = 0.0
+    """samples that are independent of each other"""
+    reason: str = ""
+
+
+class EffectiveSamplesProbe(Probe):
+    """``measured["effective_samples"]``: site name -> :class:`EffectiveSamples`, where training uses the batch."""
+
+    name = "effective_samples"
+    runs = ("eval",)
+
+    def start(self, subject: Subject) -> str | None:
+        self._samples = subject.batch_size
+        self._seen: dict[str, tuple[Site, SampleMoments | str]] = {}
+        if not any(site.mode_train == "batch" for site in subject.known()):
+            return "no site normalizes by batch statistics in training"
+        if subject.synthetic:
+            return "the inputs are random numbers; needs real data"
+        return None
+
+    def observe(self, event: Event) -> None:
+        site = event.site
+        couples = "b" not in event.spec.stats.partition("->")[2].split()
+        if site.mode_train == "batch" and couples and site.name not in self._seen:
+            self._seen[site.name] = (site, sample_moments(event, self._samples))
+
+    def finish(self, subject: Subject) -> dict[str, EffectiveSamples]:
+        distinct = float(subject.batch_size)
+        if subject.inputs_dependent:
+            found = examine((subject.args, subject.kwargs), subject.batch_size)
+            distinct *= found.groups / found.looked_at
+        return {
+            name: _measure(order, site, moments, distinct)
+            for order, (name, (site, moments)) in enumerate(self._seen.items())
+        }
+
+
+def _measure(order: int, site: Site, moments: SampleMoments | str, distinct: float) -> EffectiveSamples:
+    if isinstance(moments, str):
+        return EffectiveSamples(order, reason=moments)
+    samples = moments.mean.shape[1]
+    if moments.elements == 1:  # nothing within a sample to be correlated
+        return EffectiveSamples(order, distinct, 1.0, 1, samples, distinct)
+    centre = site.array("running_mean")
+    if samples < FEW or distinct < samples:
+        if centre is None or centre.size != moments.mean.shape[-1]:
+            return EffectiveSamples(order, reason=f"cannot tell with {samples} samples and no running mean")
+        off = moments.mean - centre.ravel()
+        between = np.square(off).mean(1).max(0)
+        total = moments.var[0].mean(0) + np.square(off[0]).mean(0)
+    else:
+        between = moments.mean.var(1, ddof=1).max(0)
+        total = moments.batch_var
+    live = np.isfinite(total) & (total > 0)
+    if not live.any():
+        return EffectiveSamples(order, reason="its input is constant or not finite on this batch")
+    share = float(np.mean(between[live] / total[live]))
+    per_sample = float(np.clip(1.0 / max(share, 1e-12), 1.0, moments.elements))
+    return EffectiveSamples(order, per_sample * distinct, per_sample, moments.elements, samples, distinct)
