@@ -41,7 +41,7 @@ class Neighbour:
     site: str | None = None
     """name of the neighbouring site where the neighbour is itself a normalization"""
     transposed: bool = False
-    """a transposed convolution"""
+    """the weight has its input features first: a transposed convolution, or a matrix that was multiplied as it is"""
 
 
 @dataclass(eq=False)

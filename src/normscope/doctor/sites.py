@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normscope.doctor.session import Session, is_training
 from normscope.doctor.site import STATE_NAMES, Call, Event, Site
 from normscope.doctor.tracing.calls import NormCall, NormCalls
 from normscope.doctor.tracing.config import expected_eps
@@ -23,7 +23,6 @@ from normscope.reading import UnknownNormalization, read
 from normscope.reading.base import qualified_name
 
 if TYPE_CHECKING:
-    from normscope.doctor.session import Session
     from normscope.doctor.tracing.dataflow import Node
     from normscope.doctor.tracing.written import WrittenNorm
     from normscope.spec import NormSpec
@@ -94,7 +93,6 @@ def _follow(
     kwargs: dict[str, Any],
 ) -> None:
     """One forward in eval mode: fills the calls of ``sites`` and adds those that are not modules."""
-    held = {id(tensor): tensor for tensor in (*names.model.parameters(), *names.model.buffers())}
     found: list[tuple[Node, Site, Call]] = []
 
     def add(site: Site, node: Node, spec: NormSpec | None, mode: str) -> None:
@@ -104,7 +102,7 @@ def _follow(
 
     def tell(call: NormCall) -> None:
         assert call.node is not None
-        add(sites.get(call.name) or _called_site(call, held.keys()), call.node, call.spec, call.mode)
+        add(sites.get(call.name) or _called_site(call, names), call.node, call.spec, call.mode)
 
     def tell_written(norm: WrittenNorm) -> None:
         site = _written_site(norm)
@@ -112,7 +110,7 @@ def _follow(
         add(site, norm.node, None, "input")
 
     modules = {id(site.module) for site in sites.values()}
-    graph = Graph(held.values(), (args, kwargs), tell_written)
+    graph = Graph(names.held.values(), (args, kwargs), tell_written)
     session.forward(args, kwargs, mode="eval", watch=(NormCalls(names, modules, tell, graph=graph),))
     for order, (node, site, call) in enumerate(sorted(found, key=lambda item: item[0].number)):
         call.order, call.index = order, len(site.calls)
@@ -125,20 +123,22 @@ def _follow(
         in_train = _modes_in_train(session, names, modules, args, kwargs)
         for site in switching:
             site.mode_train = in_train.get(site.name, site.mode_train)
-            training = any(module.training for module in itertools.islice(names.ancestors(site.path), 1))
-            site.mode_now = site.mode_train if training else site.mode_eval
+            if site.mode_train == site.mode_eval == "running":  # in train as in eval
+                site.mode_train = site.mode_eval = "frozen"
+            holder = next(names.ancestors(site.path))
+            site.mode_now = site.mode_train if is_training(holder) else site.mode_eval
 
 
-def _called_site(call: NormCall, held: Container[int]) -> Site:
+def _called_site(call: NormCall, names: ModuleNames) -> Site:
     return Site(
         name=call.name,
-        path=call.frame.path,
+        path=call.path,
         kind=call.kind,
         type_name=call.type_name,
         spec=call.spec,
         reason=call.reason,
         # a weight computed for this call is not the model's state, and would be kept alive
-        tensors={name: tensor for name, tensor in call.tensors.items() if id(tensor) in held},
+        tensors={name: tensor for name, tensor in call.tensors.items() if id(tensor) in names.held},
         mode_train=call.mode,
         mode_eval=call.mode,
         mode_now=call.mode,

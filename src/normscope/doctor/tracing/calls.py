@@ -25,6 +25,7 @@ from normscope.reading import UnknownNormalization, read, read_call
 if TYPE_CHECKING:
     from normscope.doctor.tracing.dataflow import Node
     from normscope.doctor.tracing.graph import Graph
+    from normscope.reading import CallReading
     from normscope.spec import NormSpec
 
 
@@ -34,11 +35,13 @@ class NormCall:
 
     name: str
     """the site's name"""
+    path: str
+    """of the norm's own module, or of the forward that the call stands in"""
     kind: str
     """module | functional | hidden"""
     type_name: str
     frame: Frame
-    """the norm's own module, or the forward that the call stands in"""
+    """the innermost forward"""
     input: Tensor
     output: Tensor
     spec: NormSpec | None
@@ -76,6 +79,7 @@ class NormCalls:
     ) -> None:
         self.stack = ModuleStack(names, self._entered, self._left)
         self._graph = graph
+        self._names = names
         self._modules = modules
         self._tell = tell
         self._functions = functions
@@ -136,16 +140,17 @@ class NormCalls:
         found, tensors = self._before
         bound = _read(frame.module, given.dim())
         call = NormCall(
-            frame.path,
-            "module",
-            found.type_name,
-            frame,
-            given,
-            output,
-            bound.spec,
-            bound.reason,
-            found.mode,
-            tensors,
+            name=frame.path,
+            path=frame.path,
+            kind="module",
+            type_name=found.type_name,
+            frame=frame,
+            input=given,
+            output=output,
+            spec=bound.spec,
+            reason=bound.reason,
+            mode=found.mode,
+            tensors=tensors,
         )
         self._told(call)
 
@@ -155,30 +160,68 @@ class NormCalls:
         reading = read_call(func, args, kwargs) if "norm" in name else None
         if reading is None:
             output = func(*args, **kwargs)
-            return (
-                output
-                if self._graph is None
-                else self._graph.called(self.stack.top, name, args, kwargs, output)
-            )
+            if self._graph is not None:
+                output = self._graph.called(self.stack.top, name, args, kwargs, output)
+            return output
         tensors = self._kept(reading.tensors, reading.mode)
         output = func(*args, **kwargs)
-        first = output[0] if isinstance(output, (tuple, list)) else output
-        kind = "hidden" if isinstance(func, torch._ops.OpOverload) else "functional"
-        frame = self.stack.top
-        call = NormCall(
-            frame.place(reading.type_name),
-            kind,
-            reading.type_name,
-            frame,
-            reading.input,
-            first,
-            reading.spec,
-            "",
-            reading.mode,
-            tensors,
-        )
-        self._told(call)
+        self._told(self._function_call(func, reading, output, tensors))
         return output
+
+    def _function_call(
+        self, func: Any, reading: CallReading, output: Any, tensors: dict[str, Tensor]
+    ) -> NormCall:
+        frame, hidden = self.stack.top, isinstance(func, torch._ops.OpOverload)
+        spec: NormSpec | None = reading.spec
+        reason = ""
+        if hidden and self._maybe_instance_norm(func, reading):
+            spec, reason = (
+                None,
+                "a batch norm of one sample, or an instance norm: its operator does not say which",
+            )
+        owner = self._owner(reading, hidden)
+        path = frame.path if owner is None else self._names.path(owner) or ""
+        return NormCall(
+            name=path if owner is not None else frame.place(reading.type_name),
+            path=path,
+            kind="hidden" if hidden else "functional",
+            type_name=reading.type_name,
+            frame=frame,
+            input=reading.input,
+            output=output[0] if isinstance(output, (tuple, list)) else output,
+            spec=spec,
+            reason=reason,
+            mode=reading.mode,
+            tensors=tensors,
+        )
+
+    def _owner(self, reading: CallReading, hidden: bool) -> nn.Module | None:
+        """The normalization module whose own call this is: one that a script holds, or one that was not called as a
+        module but through its ``forward`` or its tensors."""
+        tensor = reading.tensors.get("weight", reading.tensors.get("running_mean"))
+        owner = self._names.owner(tensor)
+        if owner is None:
+            return None
+        if hidden:
+            passed = {id(t) for t in reading.tensors.values() if t.dim() > 0}
+            own = (*owner.parameters(recurse=False), *owner.buffers(recurse=False))
+            alone = all(id(t) in passed for t in own if t.dim() > 0) and not any(
+                True for _ in owner.children()
+            )
+            return owner if alone else None
+        spec = _read(owner, None).spec if id(owner) in self._modules else None
+        same = spec is not None and (spec.stats, spec.eps) == (reading.spec.stats, reading.spec.eps)
+        return owner if same else None
+
+    def _maybe_instance_norm(self, func: Any, reading: CallReading) -> bool:
+        """Below its name, an instance norm is a batch norm of one sample with batch times channels channels."""
+        own = reading.tensors.get("running_mean", reading.tensors.get("weight"))
+        return (
+            "native_batch_norm" in op_name(func)
+            and reading.input.shape[0] == 1
+            and reading.mode == "batch"
+            and self._names.owner(own) is None
+        )
 
     def _kept(self, tensors: dict[str, Tensor], mode: str) -> dict[str, Tensor]:
         """The call's tensors; running statistics that it will write are copied where they are to be kept."""
@@ -233,6 +276,11 @@ class _AsWritten(TorchFunctionMode):
 
 class _PassUp(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls each operator again, so that a function mode sees those that no visible function called."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch need not wrap the method below, and import its compiler for that."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -235,7 +235,10 @@ def _linear(node: Node) -> None:
     if len(node.inputs) <= place or node.inputs[place].data:
         node.role = "other"
         return
-    node.weight = node.inputs[place].held
+    factor = node.inputs[place]
+    node.weight = factor.held
+    # a matrix product takes (in, out), a linear layer (out, in)
+    node.transposed = node.op != "linear" and factor.held is not None and factor.node is None
     if node.op == "addmm":
         node.bias = node.inputs[0].held
         node.inputs = (node.inputs[1], node.inputs[2], node.inputs[0])

@@ -22,6 +22,9 @@ class ModuleNames:
         self.model = model
         self.modules: dict[int, nn.Module] = {}
         """by id"""
+        self.held: dict[int, torch.Tensor] = {}
+        """parameters and buffers by id; kept, since those of a scripted module are made anew when nobody keeps them"""
+        self._owners: dict[int, nn.Module] = {}
         self._names: dict[int, list[str]] = {}
         self._by_path: dict[str, nn.Module] = {}
         for raw, module in model.named_modules(remove_duplicate=False):
@@ -33,6 +36,9 @@ class ModuleNames:
             names = self._names.setdefault(id(module), [])
             if path not in names:
                 names.append(path)
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self.held[id(tensor)] = tensor
+                self._owners.setdefault(id(tensor), module)
 
     def path(self, module: nn.Module) -> str | None:
         """The first name of a module, None where it is not of this model."""
@@ -41,6 +47,10 @@ class ModuleNames:
 
     def aliases(self, module: nn.Module) -> tuple[str, ...]:
         return tuple(self._names[id(module)][1:])
+
+    def owner(self, tensor: torch.Tensor | None) -> nn.Module | None:
+        """The module that holds a parameter or buffer."""
+        return self._owners.get(id(tensor))
 
     def ancestors(self, path: str) -> Iterator[nn.Module]:
         """Modules from the one at ``path`` up to the model."""

@@ -27,6 +27,7 @@ from normscope.doctor.tracing import ops
 from normscope.doctor.tracing.dataflow import Dataflow, Node, Value, tensors_in
 from normscope.doctor.tracing.paths import Frame
 
+WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 SUMS = ("mean", "sum", "nanmean", "nansum")
 MOMENTS = {"var": "second", "var_mean": "second", "std": "root", "std_mean": "root", "norm": "root"}
 BOUNDS = ops.words("clamp clamp_min clamp_max maximum minimum relu abs where masked_fill nan_to_num")
@@ -71,6 +72,8 @@ class WrittenNorms:
         self._parents: dict[Value, Value] = {}
         """value -> the value that it is up to centering, constants, casts and views"""
         self._used: set[Node] = set()
+        self._normalized: dict[Value, Value] = {}
+        """a norm's output -> the origin of what it normalizes"""
         self._open: dict[Frame, _Open] = {}
 
     def entered(self, frame: Frame, args: tuple[Any, ...]) -> None:
@@ -109,6 +112,8 @@ class WrittenNorms:
     def _sum(self, frame: Frame, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source = node.inputs[0]
         label = self._labels.get(source)
+        if self._constant(source):
+            return
         if label is None:
             self._label(node, Label("mean", self._origin(source), source, node))
         elif label.kind == "square":
@@ -166,7 +171,7 @@ class WrittenNorms:
             return self._hit(frame, node, left, right)
         label = self._labels.get(right)
         if label is not None:
-            if label.kind == "root" and not left.data:
+            if label.kind == "root" and self._constant(left):
                 self._label(node, replace(label, kind="inverse"))
             return None
         return self._scaled(node, left, right)
@@ -177,28 +182,39 @@ class WrittenNorms:
         left, right = node.inputs[:2]
         for value, other in ((left, right), (right, left)):
             label, second = self._labels.get(value), self._labels.get(other)
-            if label is None and value.data:  # x less its mean, or plus a constant
-                if not other.data or (second and second.kind == "mean" and second.x is self._origin(value)):
-                    return self._inherit(node, value)
-            elif label is not None and (
-                not other.data or (second and second.x is label.x and label.kind != "mean")
-            ):
-                return self._inherit(node, value)  # plus eps; E[x^2] - E[x]^2
+            if self._constant(value):
+                continue
+            if label is None:  # x less its mean, or plus a constant
+                kept = second is not None and second.kind == "mean" and second.x in self._sources(value)
+            else:  # E[x^2] - E[x]^2
+                kept = second is not None and second.x is label.x and label.kind != "mean"
+            if kept or self._constant(other):
+                return self._inherit(node, value)
         return None
 
     def _scaled(self, node: Node, left: Value, right: Value) -> None:
         """A product with something else: constants keep what a value is, masks and counts keep its moments."""
         for value, other in ((left, right), (right, left)):
-            label = self._labels.get(value)
+            label, second = self._labels.get(value), self._labels.get(other)
             moment = label is not None and label.kind in ("mean", "square", "second")
-            if value.data and (not other.data or (moment and other not in self._labels)):
+            shift = label is not None and label.kind == "mean" and second is not None and second.x is label.x
+            if shift or (
+                not self._constant(value) and (self._constant(other) or (moment and second is None))
+            ):
                 return self._inherit(node, value)
         return None
 
     # -- labels -----------------------------------------------------------------------------------------------
 
+    def _constant(self, value: Value) -> bool:
+        """It does not depend on the data, or is a mask: a view or cast of whole numbers or truth values."""
+        if not value.data or value.dtype in WHOLE:
+            return True
+        node = value.node
+        return node is not None and node.role == "view" and self._constant(node.inputs[0])
+
     def _whole(self, value: Value) -> bool:
-        return value.data and value not in self._labels
+        return not self._constant(value) and value not in self._labels
 
     def _divides(self, x: Value, by: Value, kind: str) -> bool:
         label = self._labels.get(by)
@@ -210,7 +226,7 @@ class WrittenNorms:
     def _inherit(self, node: Node, value: Value) -> None:
         if value in self._labels:
             self._label(node, self._labels[value])
-        elif value.data:
+        elif not self._constant(value):
             self._parents[node.outputs[0]] = value
 
     def _inherit_label(self, node: Node) -> None:
@@ -228,6 +244,11 @@ class WrittenNorms:
                 return
             value = parent
 
+    def _sources(self, value: Value) -> tuple[Value, ...]:
+        """The origin, and what was normalized where that is a norm's output: a shift by the mean may follow."""
+        origin = self._origin(value)
+        return (origin, self._normalized[origin]) if origin in self._normalized else (origin,)
+
     def _origin(self, value: Value) -> Value:
         for last in self._same(value):  # noqa: B007
             pass
@@ -239,6 +260,7 @@ class WrittenNorms:
         if label.reduction in self._used or forward is None:
             return
         self._used.add(label.reduction)
+        self._normalized[node.outputs[0]] = label.x
         reduced = set(self._same(label.source))
         common = next(value for value in self._same(x) if value in reduced)
         forward.hits.append(WrittenNorm(node, self._given(common), node.outputs[0], frame))
