@@ -55,7 +55,8 @@ class Vault:
     """Storages under protection, the clones made of them, and the way back.
 
     A storage is known by its address, so tied weights and views are one. It is put back by copying into the same
-    memory: addresses captured elsewhere (CUDA graphs, NumPy views) stay true.
+    memory: addresses captured elsewhere (CUDA graphs, NumPy views) stay true. (A storage that the model resizes is
+    moved by torch itself: it gets its size and bytes back, not its address.)
     """
 
     def __init__(self) -> None:

@@ -7,35 +7,34 @@ buffers, which are small and cloned up front, and what a run really writes.
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from normscope.doctor.ambient import Ambient, seed_everything
 from normscope.doctor.copy_on_write import CopyOnWrite, EscapeWatch, Vault
+from normscope.doctor.interrupts import uninterrupted
+from normscope.doctor.modes import NoFunctionalDropout, has_running_state, is_training, set_training
 from normscope.doctor.module_state import ObjectState
+from normscope.doctor.refusals import (
+    Refused,
+    clean_path,
+    refuse_inference_tensors,
+    refuse_unmaterialized,
+    unwrap,
+)
 from normscope.doctor.run_output import independent
 from normscope.doctor.tensor_state import HookStash, TensorState
-from normscope.errors import NormscopeError
+
+__all__ = ["CHECKSUM_LIMIT", "MODES", "Refused", "Session", "clean_path", "is_training"]
 
 MODES = ("now", "eval", "batch", "train")
 CHECKSUM_LIMIT = 2 * 2**30
 """bytes of parameters up to which a checksum (about 3 GB/s) proves that nothing escaped"""
-
-
-class Refused(NormscopeError):
-    """The model cannot be run without changing it, or at all; ``reason`` says what, where and what to do."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class Session:
@@ -63,15 +62,17 @@ class Session:
     """
 
     def __init__(self, model: nn.Module, *, seed: int = 0) -> None:
-        self.model = _unwrap(model)
+        self.model = unwrap(model)
         self.seed = seed
         self.unverified: list[str] = []
-        """what could not be proved to be as before, or could not be done as asked; complete after the session"""
+        """what could not be proved to be as before; complete after the session"""
+        self.notes: list[str] = []
+        """what a run could not do quite as asked"""
         self.modules: dict[str, nn.Module] = {
             clean_path(path): module for path, module in self.model.named_modules(remove_duplicate=False)
         }
         """every module by path, under each of its paths (of a compiled wrapper and its inside, the inside)"""
-        self._refuse_unmaterialized()
+        refuse_unmaterialized(self.model)
         self._modes: dict[tuple[str, ...], dict[str, bool]] = {}
         self._open = False
 
@@ -111,7 +112,7 @@ class Session:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with _uninterrupted():
+        with uninterrupted():
             self._open = False
             self._restore()
             self._bring_hooks_back()
@@ -151,7 +152,7 @@ class Session:
             with CopyOnWrite(vaults), EscapeWatch(vaults, pointers=self._affordable):
                 yield vaults
         finally:
-            with _uninterrupted():
+            with uninterrupted():
                 ambient.restore()
                 self._restore()
                 given.restore()
@@ -227,7 +228,7 @@ class Session:
     ) -> Iterator[tuple[Any, tuple[Vault, ...]]]:
         kwargs = {} if kwargs is None else kwargs
         flags = self._flags(mode)
-        self._refuse_inference_tensors(mode, grad)
+        refuse_inference_tensors(self.model, mode, grad)
         with torch.inference_mode(False):
             # a forward may write its input, or save it for backward: torch allows neither for inference tensors
             args, kwargs = independent((args, kwargs), torch.Tensor.is_inference)
@@ -243,7 +244,7 @@ class Session:
                 ):  # nothing can be compiled otherwise, and importing it takes a second
                     around.enter_context(torch.compiler.set_stance("force_eager"))
                 if mode == "batch":
-                    around.enter_context(_NoFunctionalDropout())
+                    around.enter_context(NoFunctionalDropout())
                 with ExitStack() as watching:
                     for watcher in watch:
                         watching.enter_context(watcher)
@@ -288,122 +289,11 @@ class Session:
             return self.modes_after(call)
         except Exception as error:
             note = f"model.{call}() raised {type(error).__name__}: flags were set one by one"
-            if note not in self.unverified:
-                self.unverified.append(note)
+            if note not in self.notes:
+                self.notes.append(note)
             return dict.fromkeys(self.modules, call == "train")
-
-    # -- refusals ------------------------------------------------------------------------------------------
-
-    def _refuse_unmaterialized(self) -> None:
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if torch.nn.parameter.is_lazy(tensor):
-                raise Refused(
-                    f"{clean_path(name)} is lazy: it gets its shape in the first forward pass, which also changes the "
-                    f"module's class. Run the model once on a batch, then check it"
-                )
-            if tensor.is_meta:
-                raise Refused(
-                    f"{clean_path(name)} is on the meta device: it has a shape but no values. Load the weights "
-                    f"(model.to_empty(device=...), then load_state_dict), then check the model"
-                )
-
-    def _refuse_inference_tensors(self, mode: str, grad: bool) -> None:
-        tensors: list[tuple[str, torch.Tensor]] = []
-        if mode in ("batch", "train"):
-            tensors += self.model.named_buffers()
-        if grad:
-            tensors += self.model.named_parameters()
-        for name, tensor in tensors:
-            if tensor.is_inference():
-                what = "differentiate" if grad else "update"
-                raise Refused(
-                    f"{clean_path(name)} is an inference tensor, which torch does not let a training run {what}. "
-                    f"Build or load the model outside torch.inference_mode(), or check it in eval mode"
-                )
-
-
-class _NoFunctionalDropout(torch.overrides.TorchFunctionMode):
-    """Turns off ``F.dropout`` and its kin, which a module in training mode for its statistics would switch on."""
-
-    _DROPOUTS = frozenset(
-        getattr(nn.functional, name)
-        for name in (
-            "dropout", "dropout1d", "dropout2d", "dropout3d",
-            "alpha_dropout", "feature_alpha_dropout",
-        )
-    )  # fmt: skip
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self._DROPOUTS:
-            return func(args[0] if args else kwargs["input"], training=False)
-        return func(*args, **kwargs)
-
-
-def has_running_state(module: nn.Module) -> bool:
-    """Whether the module itself owns running statistics: a buffer named like one."""
-    return any(
-        buffer is not None and ("running_" in name or "moving_" in name)
-        for name, buffer in module.__dict__.get("_buffers", {}).items()
-    )
-
-
-def is_training(module: nn.Module) -> bool:
-    return bool(getattr(module, "training", False))
-
-
-def set_training(module: nn.Module, flag: bool) -> None:
-    """Set one module's flag, past an overridden ``train`` or ``__setattr__``."""
-    if not isinstance(module, torch.jit.ScriptModule):
-        module.__dict__["training"] = flag
-    elif hasattr(module, "training"):  # it lives in C++; a frozen script has none
-        module.training = flag
-
-
-def clean_path(path: str) -> str:
-    """A module path without the links that ``torch.compile`` and FSDP put in: as the user wrote it."""
-    return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_fsdp_wrapped_module"))
-
-
-def _unwrap(model: Any) -> nn.Module:
-    while True:
-        kind = type(model).__name__
-        if kind == "OptimizedModule":
-            model = model._orig_mod
-        elif isinstance(model, (DataParallel, DistributedDataParallel)):
-            model = model.module
-        elif kind == "FullyShardedDataParallel":
-            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-                raise Refused(
-                    "the model is sharded by FSDP over several ranks: its own modules hold pieces of their "
-                    "parameters. Check the model before wrapping it, or load its full state dict into a plain copy"
-                )
-            model = model.module
-        else:
-            unwrapped: nn.Module = model
-            return unwrapped
 
 
 def _tensor_names(model: nn.Module) -> dict[int, str]:
     named = [*model.named_parameters(), *model.named_buffers()]
     return {id(tensor): clean_path(name) for name, tensor in reversed(named)}
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Puts off Ctrl-C until the block is done: half a restoration would be worse than none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread receives signals
-        return
-    before = signal.getsignal(signal.SIGINT)
-    if before is None:
-        yield  # not installed from Python: it could not be put back
-        return
-    pending: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *received: pending.append(received))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pending and callable(before):
-            before(*pending[0])

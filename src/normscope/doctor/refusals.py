@@ -1,0 +1,72 @@
+"""The model inside its wrappers, and what a session refuses to run: what it is, where, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from normscope.errors import NormscopeError
+
+
+class Refused(NormscopeError):
+    """The model cannot be run without changing it, or at all; ``reason`` says what, where and what to do."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def clean_path(path: str) -> str:
+    """A module path without the links that ``torch.compile`` and FSDP put in: as the user wrote it."""
+    return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_fsdp_wrapped_module"))
+
+
+def unwrap(model: Any) -> nn.Module:
+    while True:
+        kind = type(model).__name__
+        if kind == "OptimizedModule":
+            model = model._orig_mod
+        elif isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif kind == "FullyShardedDataParallel":
+            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                raise Refused(
+                    "the model is sharded by FSDP over several ranks: its own modules hold pieces of their "
+                    "parameters. Check the model before wrapping it, or load its full state dict into a plain copy"
+                )
+            model = model.module
+        else:
+            unwrapped: nn.Module = model
+            return unwrapped
+
+
+def refuse_unmaterialized(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise Refused(
+                f"{clean_path(name)} is lazy: it gets its shape in the first forward pass, which also changes the "
+                f"module's class. Run the model once on a batch, then check it"
+            )
+        if tensor.is_meta:
+            raise Refused(
+                f"{clean_path(name)} is on the meta device: it has a shape but no values. Load the weights "
+                f"(model.to_empty(device=...), then load_state_dict), then check the model"
+            )
+
+
+def refuse_inference_tensors(model: nn.Module, mode: str, grad: bool) -> None:
+    tensors: list[tuple[str, torch.Tensor]] = []
+    if mode in ("batch", "train"):
+        tensors += model.named_buffers()
+    if grad:
+        tensors += model.named_parameters()
+    for name, tensor in tensors:
+        if tensor.is_inference():
+            what = "differentiate" if grad else "update"
+            raise Refused(
+                f"{clean_path(name)} is an inference tensor, which torch does not let a training run {what}. "
+                f"Build or load the model outside torch.inference_mode(), or check it in eval mode"
+            )
