@@ -1,6 +1,6 @@
 """Batch statistics against running statistics, with the sampling error of the batch.
 
-See :mod:`normscope.doctor.significance` for the test.
+See :mod:`normscope.doctor.sampling_error` for the test.
 
 Measured with batch statistics in use and dropout off: each site then sees inputs that the batch upstream has
 standardized, and one stale site stays one site. An eval forward would spread it over everything behind it.
@@ -16,7 +16,8 @@ import numpy as np
 from normscope.doctor.history import statistics_at_start
 from normscope.doctor.moments import SampleMoments, sample_moments
 from normscope.doctor.probes import Probe
-from normscope.doctor.significance import Difference, difference
+from normscope.doctor.sampling_error import difference
+from normscope.doctor.significance import Difference
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
