@@ -149,6 +149,27 @@ def test_a_weight_that_is_nan_spoils_its_own_channel_only() -> None:
     assert np.isfinite(dweight).all()
 
 
+def test_a_weight_that_is_nan_under_the_mask_reaches_nothing() -> None:
+    x, mask = np.random.default_rng(6).standard_normal((2, 4)), np.array([True, True, True, False])
+    spec = NormSpec("b d -> b", weight="d")
+    weight = np.array([1.0, 2.0, 3.0, np.nan])
+    assert np.isfinite(reference.forward(x, spec, weight, mask=mask)).all()
+    dx, dweight, _ = reference.vjp(np.ones((2, 4)), x, spec, weight, mask=mask)
+    assert np.isfinite(dx).all()
+    assert np.isfinite(dweight).all()
+    assert np.isfinite(reference.jacobian(x, spec, weight, mask=mask)).all()
+
+
+def test_the_mean_of_many_large_numbers_is_right_to_the_last_bit() -> None:
+    x = 1e8 + np.random.default_rng(7).standard_normal((1, 20_000))
+    mean, v, _ = reference.statistics(x, NormSpec("b d -> b"))
+    exact_mean = sum(map(Fraction, x[0].tolist())) / x.size
+    assert abs(Fraction(float(mean[0])) - exact_mean) <= Fraction(math.ulp(1e8))
+    exact_v = float(sum((Fraction(value) - exact_mean) ** 2 for value in x[0].tolist()) / x.size)
+    # sums in order of 2e4 numbers: sqrt(2e4) = 141 ulp as a rule, 2e4 at worst
+    np.testing.assert_allclose(v[0], exact_v, rtol=1500 * 2.0**-53)
+
+
 def test_one_element_and_no_element() -> None:
     np.testing.assert_array_equal(reference.forward([[3.0, -2.0]], NormSpec("b c -> c")), [[0.0, 0.0]])
     for shape in ((0, 3), (3, 0)):

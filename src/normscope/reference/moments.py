@@ -60,18 +60,13 @@ def moments(x: Array, labels: Labels, sets: int, valid: Flags) -> Moments:
     """Two passes about a pivot near the mean. ``x`` is 0 where it is not valid.
 
     The first sum runs in order and is off by up to n ulp of the largest element, which is much where the level of x is
-    high. It only picks the pivot. Elements minus pivot are small and keep all their digits, and so does their mean,
-    which is taken off in turn. A mean lies between the least and the largest element; clipping the pivot to them makes
-    it exact for a constant set, which then centers to exactly 0.
+    high. It only gives the pivot. Elements minus pivot are small and keep all their digits, and so does their mean,
+    which is taken off in turn. In a constant set they are one small multiple of an ulp, whose sum and mean are exact,
+    so that the set centers to exactly 0.
     """
     count = np.bincount(labels, weights=valid, minlength=sets).astype(np.int64)
     number = np.maximum(count, 1)
-    least, largest = np.full(sets, np.inf), np.full(sets, -np.inf)
-    np.minimum.at(least, labels, np.where(valid, x, np.inf))
-    np.maximum.at(largest, labels, np.where(valid, x, -np.inf))
-    some = count > 0
     pivot = total(x, labels, sets) / number
-    pivot = np.clip(pivot, np.where(some, least, 0.0), np.where(some, largest, 0.0))
     shifted = np.where(valid, x - pivot[labels], 0.0)
     left = total(shifted, labels, sets) / number
     centered = np.where(valid, shifted - left[labels], 0.0)

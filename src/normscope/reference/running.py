@@ -119,12 +119,9 @@ def update_running(running: Any, x: ArrayLike, spec: Any, mask: ArrayLike | None
 
     batches, fractions = int(running.batches), []
     for turn in range(math.prod(inputs.axes.sizes[name] for name in in_turn)):
-        moved = bool(present[turns == turn].any())
-        batches += moved
-        momentum = (
-            1 / max(batches, 1) if spec.running.average == "cumulative" else float(spec.running.momentum)
-        )
-        fractions.append(momentum if moved else 0.0)
+        batches += bool(present[turns == turn].any())
+        cumulative = spec.running.average == "cumulative"
+        fractions.append(1 / max(batches, 1) if cumulative else float(spec.running.momentum))
 
     def follow(run: Array, batch: Array, cells: Cells, present: Flags) -> Array:
         turns, entries = cells.number(in_turn), cells.number(name for name in lives if name in cells.names)
