@@ -183,6 +183,14 @@ class TestRedundantBias:
         (finding,) = found(Functional(), "NS501", images())
         assert finding.site == "F.instance_norm"
 
+    def test_without_gradients_the_axes_decide(self) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8))
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        (finding,) = found(model, "NS501", images())
+        assert finding.site == "1"
+        assert finding.evidence["relative_gradient"] is None
+
     def test_many_are_one_finding(self) -> None:
         model = nn.Sequential(
             *(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)) for _ in range(4))

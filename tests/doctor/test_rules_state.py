@@ -140,6 +140,18 @@ class TestEpsNotUsable:
         assert [f.severity for f in findings] == ["error"] * lost
         assert (torch.tensor(1e-12).to(getattr(torch, dtype)) == 0).item() == lost
 
+    @pytest.mark.parametrize(
+        ("dtype", "lost"), [(torch.float16, True), (torch.bfloat16, False), (torch.float32, False)]
+    )
+    def test_f_normalize_loses_its_default_eps_in_float16(self, dtype: torch.dtype, lost: bool) -> None:
+        class Unit(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return F.normalize(x)
+
+        findings = found(Unit(), "NS104", torch.randn(8, 4).to(dtype))
+        assert [f.severity for f in findings] == ["error"] * lost
+        assert Unit()(torch.zeros(1, 4, dtype=dtype)).isnan().any().item() == lost
+
     def test_zero_under_frozen_statistics_with_spread_is_info(self) -> None:
         spec = families.batch_norm().replace(eps=0.0)
         tensors = {"running_mean": torch.zeros(2), "running_var": torch.tensor([0.5, 2.0])}
@@ -303,6 +315,13 @@ class TestStatisticsAtInitialization:
             "NS302",
         )
 
+    def test_random_initial_gains_are_no_trace_of_training(self) -> None:
+        model = small()
+        for norm in (model[1], model[4]):
+            nn.init.normal_(norm.weight, 1.0, 0.02)  # as DCGAN does
+        (finding,) = found(model, "NS302")
+        assert finding.severity == "info"
+
     def test_zero_initialized_residual_gains_are_no_trace_of_training(self) -> None:
         model = small()
         nn.init.zeros_(model[4].weight)
@@ -363,3 +382,59 @@ class TestCounterInconsistent:
         assert not found(trained(small()), "NS303")
         assert not found(trained(small(momentum=None)), "NS303")
         assert not found(small(), "NS303")
+
+
+class TestCheckpointAlone:
+    """A site that is nothing but tensors, as a checkpoint without its code gives it."""
+
+    @staticmethod
+    def site(**tensors: torch.Tensor) -> Site:
+        site = Site("bn1", "bn1", "module", "batch norm", tensors=tensors)
+        site.mode_train, site.mode_eval, site.mode_now = "batch", "running", "running"
+        return site
+
+    @pytest.mark.parametrize(
+        "code", [code for code, rule in all_rules().items() if set(rule.kinds) & set("SC") and not rule.needs]
+    )
+    def test_no_rule_needs_more_than_the_state(self, code: str) -> None:
+        full = self.site(
+            weight=torch.rand(4),
+            bias=torch.rand(4),
+            running_mean=torch.rand(4),
+            running_var=torch.rand(4),
+            num_batches_tracked=torch.tensor(1000),
+        )
+        bare = self.site(weight=torch.rand(4))
+        subject = SimpleNamespace(
+            sites=[full, bare],
+            known=lambda: iter(()),
+            measured={},
+            optimizer=None,
+            frozen_policy="",
+            model=nn.Module(),
+        )
+        assert not [f for f in all_rules()[code].check(subject) if isinstance(f, Finding)]  # type: ignore[arg-type]
+
+    def test_faults_of_the_state_are_found(self) -> None:
+        start = {
+            "running_mean": torch.zeros(3),
+            "running_var": torch.ones(3),
+            "num_batches_tracked": torch.tensor(7),
+        }
+        assert [f.severity for f in judged("NS302", self.site(**start))] == ["error"]
+        assert [
+            f.severity
+            for f in judged("NS301", self.site(**{**start, "running_var": torch.tensor([1.0, -1, 2])}))
+        ] == ["error"]
+        assert [
+            f.severity
+            for f in judged(
+                "NS303", self.site(running_mean=torch.ones(3), num_batches_tracked=torch.tensor(0))
+            )
+        ] == ["info"]
+        assert [
+            f.severity
+            for f in judged(
+                "NS309", self.site(running_mean=torch.ones(3).half(), running_var=torch.ones(3).half())
+            )
+        ] == ["info"]

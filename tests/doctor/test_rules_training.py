@@ -209,7 +209,7 @@ class TestMomentumSuspicious:
 
     def test_cumulative_right_after_recalibration_is_silent(self) -> None:
         model = Net(momentum=None).train()
-        nn.init.normal_(model.norm.weight)
+        nn.init.normal_(model.norm.bias)
         for _ in range(20):
             model(images())
         assert not found(model, "NS308")
@@ -218,7 +218,7 @@ class TestMomentumSuspicious:
 
     def test_cumulative_in_a_long_training_is_info(self) -> None:
         model = Net(momentum=None).train()
-        nn.init.normal_(model.norm.weight)
+        nn.init.normal_(model.norm.bias)
         model.norm.num_batches_tracked.fill_(5000)
         (finding,) = found(model, "NS308")
         assert finding.severity == "info"

@@ -24,19 +24,19 @@ def statistics_at_start(site: Site) -> bool:
 
 
 def affine_at_start(site: Site) -> bool | None:
-    """Gain and bias as initialized: one same gain in all channels, whatever its value, and no bias.
+    """Whether gain and bias look untouched by training; None where the site has neither.
 
-    None where the site has neither. A single channel's gain is taken as initialized where it is 0 or 1.
+    The bias tells: it starts as one number, mostly 0, and the first step moves every channel of it differently. Gains
+    may start at random (DCGAN), so they are asked only where there is no bias.
     """
-    weight, bias = site.array("weight"), site.array("bias")
-    if weight is None and bias is None:
+    asked = site.array("bias")
+    if asked is None:
+        asked = site.array("weight")
+    if asked is None:
         return None
-    if weight is None or weight.size == 0:
-        same = True
-    else:
-        first = float(weight.flat[0])
-        same = first in (0.0, 1.0) if weight.size == 1 else bool((weight == first).all())
-    return same and (bias is None or not bias.any())
+    if asked.size == 1:
+        return float(asked.flat[0]) in (0.0, 1.0)
+    return bool((asked == asked.flat[0]).all()) if asked.size else True
 
 
 def looks_trained(subject: Subject) -> bool:

@@ -3,7 +3,7 @@
 ## What it does
 Looks at the constant in each denominator, in the dtype that the arithmetic of that norm really uses.
 PyTorch's own batch, layer, group and RMS norms compute half types in float32, so an eps of 1e-12 is safe
-there even for float16 inputs; `F.normalize` and many hand-written norms compute in the dtype of the input,
+there even for float16 inputs; `F.normalize` and many hand-written norms apply eps in the dtype of the input,
 where float16 has nothing between 0 and 6e-8.
 
 | eps | severity |
@@ -84,7 +84,8 @@ def check(subject: Subject) -> Iterator[Finding]:
 def _working_dtypes(site: Site, spec: NormSpec) -> list[str]:
     """The dtypes in which this site's arithmetic runs, for the dtypes that it has met."""
     met = dict.fromkeys(call.dtype for call in site.calls) or [d for d in [site.dtype("weight")] if d]
-    compute = spec.cast.compute
+    # F.normalize sums in float32, but compares the root with eps in the dtype of its input.
+    compute = spec.cast.compute or ("input" if spec.eps_at == "max" else None)
     worked = {
         None: ["float32" if d in ("float16", "bfloat16") else d for d in met],
         "input": list(met),

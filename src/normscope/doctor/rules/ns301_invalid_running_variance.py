@@ -93,9 +93,11 @@ def _negative(site: Site) -> Iterator[Finding]:
     eps = site.spec.eps if site.spec is not None and site.spec.eps is not None else 0.0
     denominators = var[var < 0] + eps
     rootless = int((denominators <= 0).sum())
-    if rootless:
+    gain = float("inf")
+    if site.spec is None:
+        effect = "where eps, which is not known here, does not make up for it, the output is NaN"
+    elif rootless:
         effect = f"{rootless} of them stay at or below 0 with eps {number(eps)}, and their output is NaN or infinite"
-        gain = float("inf")
     else:
         gain = float(denominators.min() ** -0.5)
         effect = f"with eps {number(eps)} their gain reaches {number(gain)}"
