@@ -225,6 +225,13 @@ class TestEpsInconsistent:
         model.norm.eps = 1e-6
         assert not found(model, "NS105")
 
+    def test_a_config_that_nothing_follows_is_info(self) -> None:
+        model = self.blocks(1e-6, 1e-6)
+        model.config = SimpleNamespace(layer_norm_eps=1e-12)
+        (finding,) = found(model, "NS105")
+        assert (finding.severity, finding.evidence["sites"]) == ("info", 2)
+        assert "Most norms of this model do not follow it." in finding.message
+
 
 class TestInvalidRunningVariance:
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -5,8 +5,9 @@ Groups norms of one type over the same axes, and compares their eps. Sites at th
 block (`blocks.*.norm1`) must agree: an outlier there is a warning. Different values at different places
 (blocks at 1e-6, the final norm at the default 1e-5) are told as one info, since a model put together from two
 sources has them rightly. Where stored variances show that the difference changes no gain by 1 %, the finding
-is info. An eps that differs from the one in the model's own config is a warning. A layer norm at 1e-6 beside
-a batch norm at 1e-5 is no inconsistency.
+is info. An eps that differs from the one in the model's own config is a warning, or info where most norms of
+the model do not follow the config (some model code never reads that entry). A layer norm at 1e-6 beside a
+batch norm at 1e-5 is no inconsistency.
 
 ## Why it matters
 A ported model keeps its weights and loses its eps: a constructor's default silently replaces the trained
@@ -61,14 +62,17 @@ NEGLIGIBLE = 0.01
 @rule("NS105", "eps-inconsistent", kinds="S")
 def check(subject: Subject) -> Iterator[Finding]:
     like: dict[tuple[str, ...], list[Site]] = defaultdict(list)
-    against_config = []
+    obeying, against_config = 0, []
     for site in subject.known():
         assert site.spec is not None
         if site.expected_eps is None:
             like[site.type_name, site.spec.stats, site.spec.scale, site.spec.eps_at].append(site)
-        elif not _same(site.spec.eps, site.expected_eps):
-            against_config.append(_contradiction(site, site.expected_eps))
-    yield from fold(against_config)
+        elif _same(site.spec.eps, site.expected_eps):
+            obeying += 1
+        else:
+            against_config.append(site)
+    severity = "warning" if obeying >= len(against_config) else "info"
+    yield from fold(_contradiction(site, severity) for site in against_config)
     for sites in like.values():
         yield from fold(_outliers(sites))
 
@@ -78,14 +82,17 @@ def _same(a: float | None, b: float | None) -> bool:
     return a == b or (a is not None and b is not None and abs(a - b) <= 1e-6 * max(abs(a), abs(b)))
 
 
-def _contradiction(site: Site, expected: float) -> Finding:
+def _contradiction(site: Site, severity: str) -> Finding:
     assert site.spec is not None
-    eps = site.spec.eps
+    assert site.expected_eps is not None
+    eps, expected = site.spec.eps, site.expected_eps
+    unused = "" if severity == "warning" else " Most norms of this model do not follow it."
     return Finding(
         code="NS105",
         site=site.name,
-        severity=_weighed("warning", site, expected),
-        message=f"eps is {eps_text(eps)}, the model's config says {eps_text(expected)}.{_effect_text(site, expected)}",
+        severity=_weighed(severity, site, expected),
+        message=f"eps is {eps_text(eps)}, the model's config says {eps_text(expected)}.{unused}"
+        f"{_effect_text(site, expected)}",
         evidence={"eps": eps, "expected_eps": expected, **_effect_evidence(site, expected)},
         fix=f"pass eps={eps_text(expected)} from the config to this norm's constructor",
     )
