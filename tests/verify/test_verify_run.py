@@ -194,4 +194,4 @@ def test_text_of_a_report_says_what_failed_and_repeats_no_convention():
 def test_json_of_numbers_that_json_cannot_hold():
     report = VerifyReport((item(measured=math.nan, tolerance=math.inf),), "mine", {})
     (record,) = json.loads(report.to_json())["evidence"]
-    assert (record["measured"], record["tolerance"], record["passed"]) == ("nan", "inf", False)
+    assert (record["measured"], record["tolerance"], record["passed"]) == ("NaN", "Infinity", False)

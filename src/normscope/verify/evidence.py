@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from normscope.doctor.report import plain
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -95,7 +97,7 @@ class VerifyReport:
 
     def to_json(self) -> str:
         """One JSON record; numbers that JSON cannot hold (NaN, infinity) are written as text."""
-        return json.dumps(_plain(self.to_dict()), indent=2, allow_nan=False)
+        return json.dumps(plain(self.to_dict()), indent=2, allow_nan=False)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -143,13 +145,3 @@ def _short(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_short(item) for item in value)}]"
     return str(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return str(value)
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
