@@ -51,7 +51,14 @@ def photographs() -> torch.Tensor:
     from sklearn.datasets import load_sample_images
 
     motorcycle = data.stereo_motorcycle()[0]
-    pictures = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), data.hubble_deep_field(), motorcycle]
+    pictures = [
+        data.astronaut(),
+        data.chelsea(),
+        data.coffee(),
+        data.rocket(),
+        data.hubble_deep_field(),
+        motorcycle,
+    ]
     pictures += load_sample_images().images
     return torch.cat([_square(picture) for picture in pictures])
 
@@ -151,6 +158,5 @@ def fracast() -> torch.nn.Module:
     home = folder("fracast")
     from fracast.inference import load_fracast
 
-    core, _ = load_fracast(home / "weights", weights="fp32")
-    model: torch.nn.Module = core
-    return model.eval()
+    core, head = load_fracast(home / "weights", weights="fp32")
+    return torch.nn.ModuleDict({"core": core, "head": head}).eval()
