@@ -191,6 +191,16 @@ class TestRedundantBias:
         assert finding.site == "1"
         assert finding.evidence["relative_gradient"] is None
 
+    @pytest.mark.parametrize(("axes", "redundant"), [((0, 2, 3), True), ((2, 3), True), ((1, 2, 3), False)])
+    def test_a_norm_written_by_hand_is_measured(self, axes: tuple[int, ...], redundant: bool) -> None:
+        class Own(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                mean = x.mean(axes, keepdim=True)
+                return (x - mean) / torch.sqrt((x - mean).square().mean(axes, keepdim=True) + 1e-5)
+
+        findings = found(nn.Sequential(nn.Conv2d(3, 8, 3), Own()), "NS501", images())
+        assert [f.evidence["derived"] for f in findings] == [None] * redundant
+
     def test_many_are_one_finding(self) -> None:
         model = nn.Sequential(
             *(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)) for _ in range(4))

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
 
 NO_GRADIENT, NO_GRADIENT_ALONE = 1e-3, 1e-4
-"""of the weight's gradient, with the norm's axes as a second witness and without. Rounding was seen to leave 1e-8 to
-3e-5; a bias that acts has about 1 / (|x| sqrt(fan-in))"""
+"""of the weight's gradient, with the norm's axes as a second witness and without. Rounding was seen to leave 3e-9
+to 3e-5; biases that act had 4e-4 (behind raw pixels of 0 to 255) to 30, about 1 / (|x| sqrt(fan-in))"""
 
 
 @rule("NS501", "redundant-bias", kinds="G", needs=("data", "shift"))
