@@ -306,6 +306,32 @@ def test_scripted_modules_run(how):
         torch.testing.assert_close(session.forward((x,), mode="eval"), model(x))
 
 
+class FullyShardedDataParallel(nn.Module):
+    """Stands for torch's FSDP, which is known by its name and needs a process group to be made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = module
+
+    @property
+    def module(self) -> nn.Module:
+        return self._fsdp_wrapped_module
+
+
+def test_fsdp_on_one_rank_is_taken_off_and_refused_on_several(monkeypatch):
+    model = net()
+    with Session(FullyShardedDataParallel(model)) as session:
+        assert session.model is model
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    message = (
+        "the model is sharded by FSDP over several ranks: its own modules hold pieces of their parameters. Check the "
+        "model before wrapping it, or load its full state dict into a plain copy"
+    )
+    with pytest.raises(Refused, match=whole(message)):
+        Session(FullyShardedDataParallel(model))
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 

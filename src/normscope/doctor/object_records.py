@@ -121,10 +121,11 @@ def record_generator(obj: Any) -> Record | None:
 
 def record_slots(obj: Any) -> Record:
     """Attributes in ``__slots__``, which no ``__dict__`` shows."""
-    names = [name for kind in type(obj).__mro__ for name in _declared(kind)]
-    saved = {name: getattr(obj, name) for name in names if hasattr(obj, name)}
+    kind: Any = type(obj)
+    names = _slots(kind)
     if not names:
         return None, ()
+    saved = {name: getattr(obj, name) for name in names if hasattr(obj, name)}
 
     def restore() -> None:
         for name in names:
@@ -207,10 +208,11 @@ def _equal(now: Any, before: Any) -> bool:
         return False
 
 
-def _declared(kind: type) -> list[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in names if not name.startswith("__")]
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = [name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def _filled(cell: CellType) -> bool:

@@ -25,6 +25,7 @@ def clean_path(path: str) -> str:
 
 
 def unwrap(model: Any) -> nn.Module:
+    """The user's own module: a data-parallel wrapper would synchronize buffers, a compiled one would recompile."""
     while True:
         kind = type(model).__name__
         if kind == "OptimizedModule":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from normscope.doctor.copy_on_write import storages_of
 
@@ -21,7 +22,8 @@ class TensorState:
         self._leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad if tensor.is_leaf else None
-        self._version = None if tensor.is_inference() else tensor._version
+        # torch notes the version when this is made, and winds it back when it is left; inference tensors have none
+        self._version = None if tensor.is_inference() else _unsafe_preserve_version_counter(tensor)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -45,8 +47,8 @@ class TensorState:
         Only at the very end: between two runs the counter must go on rising, or a graph that saved a value of the
         first run could be taken to fit the second.
         """
-        if self._version is not None and self._tensor._version != self._version:
-            torch._C._autograd._unsafe_set_version_counter((self._tensor,), (self._version,))
+        if self._version is not None:
+            self._version.__exit__(None, None, None)
 
 
 class HookStash:
