@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normscope.reading.axes import erase, last_axes
@@ -70,9 +69,9 @@ def _batch_norm(node: NodeProto, attributes: _Attributes, input_ndim: int | None
             node,
             "has spatial=0, statistics per position, which operator sets from 9 on do not have. Convert the model",
         )
-    momentum = float(1 - Decimal(repr(attributes.number("momentum", 0.9))))
-    eps = attributes.number("epsilon", 1e-5)
-    spec = families.batch_norm(eps=eps, momentum=momentum, running_correction=0)
+    spec = families.onnx_batch_normalization(
+        momentum=attributes.number("momentum", 0.9), epsilon=attributes.number("epsilon", 1e-5)
+    )
     by_batch = attributes.integer("training_mode", 0) == 1 or len(node.output) > 1
     mode = "batch" if by_batch else "running"
     return Reading(spec, f"onnx.{node.op_type}", {}, mode, mode, mode, ("train", "eval") if by_batch else ())
@@ -86,21 +85,23 @@ def _instance_norm(node: NodeProto, attributes: _Attributes, input_ndim: int | N
 def _layer_norm(node: NodeProto, attributes: _Attributes, input_ndim: int | None) -> Reading:
     axes = _trailing_axes(node, attributes.integer("axis", -1), input_ndim)
     has_bias = len(node.input) > 2 and node.input[2] != ""
-    spec = families.layer_norm(axes, eps=attributes.number("epsilon", 1e-5), bias=has_bias)
-    return _stateless(node, spec.replace(cast=_stash(node, attributes)))
+    spec = families.onnx_layer_normalization(
+        axes, epsilon=attributes.number("epsilon", 1e-5), bias=has_bias, stash=_stash(node, attributes)
+    )
+    return _stateless(node, spec)
 
 
 def _rms_norm(node: NodeProto, attributes: _Attributes, input_ndim: int | None) -> Reading:
     axes = _trailing_axes(node, attributes.integer("axis", -1), input_ndim)
     eps = attributes.number("epsilon", 1e-5)
-    return _stateless(node, families.rms_norm(axes, eps=eps, cast=_stash(node, attributes)))
+    return _stateless(node, families.rms_norm(axes, eps=eps, cast=_cast(node, attributes)))
 
 
 def _group_norm(node: NodeProto, attributes: _Attributes, input_ndim: int | None) -> Reading:
     groups, eps = attributes.integer("num_groups", 0), attributes.number("epsilon", 1e-5)
     if groups < 1:
         _refuse(node, "has no num_groups, which the operator requires. Export the model again")
-    return _stateless(node, families.group_norm(groups, eps=eps).replace(cast=_stash(node, attributes)))
+    return _stateless(node, families.group_norm(groups, eps=eps).replace(cast=_cast(node, attributes)))
 
 
 def _lp_norm(node: NodeProto, attributes: _Attributes, input_ndim: int | None) -> Reading:
@@ -120,20 +121,24 @@ def _mean_variance(node: NodeProto, attributes: _Attributes, input_ndim: int | N
     stats = erase(attributes.integers("axes", (0, 2, 3)), input_ndim)
     if stats is None:
         _refuse_axes(node, input_ndim)
-    # the operator's own definition adds 1e-9 to the standard deviation
-    return _stateless(node, NormSpec(stats, eps=1e-9, eps_at="std"))
+    return _stateless(node, families.onnx_mean_variance_normalization(stats))
 
 
 def _stateless(node: NodeProto, spec: NormSpec) -> Reading:
     return Reading(spec, f"onnx.{node.op_type}")
 
 
-def _stash(node: NodeProto, attributes: _Attributes) -> Cast:
-    """Statistics in ``stash_type``; scale and bias are applied after casting back."""
+def _cast(node: NodeProto, attributes: _Attributes) -> Cast:
+    """Scale and bias are applied after casting back."""
+    return Cast(compute=_stash(node, attributes), weight="after")
+
+
+def _stash(node: NodeProto, attributes: _Attributes) -> str:
+    """The dtype of the statistics."""
     kind = attributes.integer("stash_type", 1)
     if kind not in STASH:
         _refuse(node, f"has stash_type={kind}, which is no floating-point type")
-    return Cast(compute=STASH[kind], weight="after")
+    return STASH[kind]
 
 
 def _trailing_axes(node: NodeProto, axis: int, input_ndim: int | None) -> str:
