@@ -12,7 +12,7 @@ from math import lcm, prod
 from typing import TYPE_CHECKING
 
 from normscope.spec.bound import BoundSpec
-from normscope.spec.pattern import ELLIPSIS, Group, Pattern, tokenize
+from normscope.spec.pattern import ELLIPSIS, Group, Pattern, tokenize, untokenize
 
 if TYPE_CHECKING:
     from normscope.spec.normspec import NormSpec
@@ -83,8 +83,11 @@ def match(a: Pattern, b: Pattern, ndim: int, layout: Mapping[str, str] | None) -
     lone_b = [y for y in b.left if y != (ELLIPSIS,) and not targets & set(y)]
     spread = len(lone_a) - len(lone_b)
     if spread < 0 or (spread and not b.has_ellipsis):
+        mine, others = (
+            ", ".join(untokenize([group]) for group in lone) or "none" for lone in (lone_a, lone_b)
+        )
         raise Misaligned(
-            f"axes {lone_a} and {lone_b} are left after pairing by name; name more of them in the layout"
+            f"pairing by name leaves {mine} of one and {others} of the other; name more in the layout"
         )
     right = expand(b, b.min_ndim + spread)
     lone_b = [y for y in right if not targets & set(y)]

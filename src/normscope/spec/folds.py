@@ -47,9 +47,8 @@ def folds(spec: NormSpec) -> tuple[Fold, ...]:
     it folds
       into the map before, W' = a W, and into the map after where that does not pad.
     - Gain and bias are last, so they fold into the map after if they live on its feature axis.
-    - Centering over exactly the feature axis is the projection I - 11^T / n, and folds into the map before;
-    what is left of
-      a layer norm is an RMS norm.
+    - Centering over exactly the feature axis is the projection I - 11^T / n, and folds into the map before; what
+      is left of a layer norm is an RMS norm.
 
     >>> from normscope.spec import families
     >>> [str(f) for f in families.rms_norm().properties().folds]
@@ -71,7 +70,7 @@ def folds(spec: NormSpec) -> tuple[Fold, ...]:
         if affine["bias"] is not None:
             found.append(Fold("bias", "after", untokenize([affine["bias"]]), "any", PADDING))
     centered = _feature_axis(spec, " ".join(spec.pattern.erased))
-    if spec.center and spec.scale == "std" and centered is not None and spec.running is None:
+    if spec.center and centered is not None and spec.running is None:
         found.append(Fold("centering", "before", untokenize([centered]), "any"))
     return tuple(found)
 

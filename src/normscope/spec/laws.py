@@ -145,6 +145,7 @@ def properties(spec: NormSpec, shape: Sequence[int] | None = None) -> Properties
     """
     bound = None if shape is None else spec.bind(shape)
     erased = _varying_erased(spec, bound)
+    whitened = _varying_whitened(spec, bound)
     kept = tuple(name for name in spec.pattern.names if name not in erased)
     # with r and d free, batch renormalization gives back the mean (d) and the scale (r, d) of the batch
     r_max, d_max = (spec.running.renorm if spec.running else None) or (1, 0)
@@ -155,11 +156,11 @@ def properties(spec: NormSpec, shape: Sequence[int] | None = None) -> Properties
         spec=spec,
         bound=bound,
         shift_axes=kept if spec.center and d_max == 0 else None,
-        scale_axes=None if scale == "none" else _scale_axes(spec, kept),
+        scale_axes=None if scale == "none" else _scale_axes(spec, kept, whitened),
         scale_invariance=scale,
-        couples_samples=_couples_samples(spec, bound, erased),
-        couples_time="t" in erased,
-        causal="t" not in erased if has_time else None,
+        couples_samples=_couples_samples(spec, bound, erased + whitened),
+        couples_time="t" in erased + whitened,
+        causal="t" not in erased + whitened if has_time else None,
         modes=("batch", "running") if spec.running else ("input",),
         state=_state(spec),
         train_differs_from_eval=spec.running is not None,
@@ -183,16 +184,22 @@ def _varying_erased(spec: NormSpec, bound: BoundSpec | None) -> tuple[str, ...]:
     return tuple(name for name in spec.pattern.erased if name in varying)
 
 
+def _varying_whitened(spec: NormSpec, bound: BoundSpec | None) -> tuple[str, ...]:
+    """Whitened names along which outputs mix, as far as sizes are known."""
+    sizes = spec.sizes if bound is None else {axis.name: axis.size for axis in bound.axes}
+    return tuple(name for name in spec.whiten.split() if sizes.get(name) != 1)
+
+
 def _sample_names(spec: NormSpec) -> tuple[str, ...]:
     """Factors of the sample axis that tell samples apart: steps folded into it do not."""
     return tuple(name for name in spec.sample_group or () if name != "t")
 
 
-def _couples_samples(spec: NormSpec, bound: BoundSpec | None, erased: tuple[str, ...]) -> bool:
+def _couples_samples(spec: NormSpec, bound: BoundSpec | None, mixed: tuple[str, ...]) -> bool:
     names = _sample_names(spec)
     if bound is not None and names == (ELLIPSIS,):
         return any(axis.name == f"{ELLIPSIS}0" and not axis.kept and axis.size > 1 for axis in bound.axes)
-    return any(name in erased for name in names)
+    return any(name in mixed for name in names)
 
 
 def _scale_invariance(spec: NormSpec) -> str:
@@ -205,12 +212,12 @@ def _scale_invariance(spec: NormSpec) -> str:
     return "approximate"
 
 
-def _scale_axes(spec: NormSpec, kept: tuple[str, ...]) -> tuple[str, ...]:
+def _scale_axes(spec: NormSpec, kept: tuple[str, ...], whitened: tuple[str, ...]) -> tuple[str, ...]:
     """Kept axes, as each set is divided by its own scale. Of whitening only the Cholesky factor follows a factor
     per channel, S -> D S D and L -> D L, and only where eps does not mix the channels."""
-    if spec.scale not in WHITENINGS or (spec.scale == "cholesky" and spec.eps == 0):
+    if spec.scale == "cholesky" and spec.eps == 0:
         return kept
-    return tuple(name for name in kept if name not in spec.whiten.split())
+    return tuple(name for name in kept if name not in whitened)
 
 
 def _state(spec: NormSpec) -> tuple[str, ...]:
@@ -242,13 +249,15 @@ def _cautions(spec: NormSpec, bound: BoundSpec | None) -> list[str]:
             if on:
                 said.append(f"the {what} is a parameter on the samples ({on[0]}), so it fixes the batch size")
     for size in sorted(set(bound.set_sizes)) if bound is not None else ():
-        if spec.scale in ("rms", "l2"):
-            small = {1: "a set has 1 element: the output carries its sign alone, but for eps"}
-        else:
+        if spec.center:
             small = {
                 1: "a set has 1 element: it is its own mean, and the output is the bias",
                 2: "a set has 2 elements: the output carries the sign of their difference alone, but for eps",
             }
+        elif spec.scale == "std":
+            small = {1: "a set has 1 element: its variance is 0, and eps alone divides"}
+        else:
+            small = {1: "a set has 1 element: the output carries its sign alone, but for eps"}
         if size in small:
             said.append(small[size])
         if size and size <= spec.correction:

@@ -38,9 +38,9 @@ class NormSpec:
             None: there is none. ``""``: one scalar.
         source: ``"parameter"``, or ``"input"`` where gain and bias are computed (adaptive, conditional).
         center: subtract the mean.
-        scale: v under the denominator: ``"std"`` the variance about the mean, ``"rms"`` the mean square of x,
-            ``"l2"`` the sum of squares of x, each whether or not the mean is subtracted; or the covariance
-            over `whiten`: ``"zca"``, ``"cholesky"``, ``"iternorm"``.
+        scale: v under the denominator: ``"std"`` the variance, about the mean whether or not it is subtracted;
+            ``"rms"`` the mean square and ``"l2"`` the sum of squares, both of what is divided: x - mean where
+            ``center``, else x; or the covariance over `whiten`: ``"zca"``, ``"cholesky"``, ``"iternorm"``.
         whiten: kept axes that are decorrelated jointly, ``"c"``; only with a whitening scale.
         iterations: steps of Newton's method, for ``"iternorm"``.
         whiten_state: whether running state is the ``"covariance"`` or the ``"whitening"`` matrix.

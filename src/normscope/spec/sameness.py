@@ -54,13 +54,20 @@ def canonical(spec: NormSpec, set_size: int | None = None) -> NormSpec:
     factor = canonical_factor(spec, set_size)
     eps, eps_at = _canonical_eps(spec, _units_ratio(spec, set_size))
     return spec.replace(
-        scale="rms" if spec.scale == "l2" else spec.scale,
+        scale=_canonical_scale(spec),
         correction=0,
         eps=eps,
         eps_at=eps_at,
         weight_offset=0.0,
         gain=1.0 if spec.weight is not None else factor,
     )
+
+
+def _canonical_scale(spec: NormSpec) -> str:
+    """A mean square about the mean is the biased variance."""
+    if spec.scale in ("rms", "l2"):
+        return "std" if spec.center else "rms"
+    return spec.scale
 
 
 def _units_ratio(spec: NormSpec, set_size: int | None) -> float:
@@ -243,7 +250,9 @@ class _Comparison:
     """Collects what stands between two aligned specifications."""
 
     def __init__(self, a: NormSpec, b: NormSpec, units: list[Unit], sized: bool) -> None:
-        self.a, self.b, self.units, self.sized = a, b, units, sized
+        self.units, self.sized = units, sized
+        self.a = a if any("whiten" in unit.a.roles for unit in units) else _one_channel(a)
+        self.b = b if any("whiten" in unit.b.roles for unit in units) else _one_channel(b)
         self.reasons: list[str] = []
         self.conditions: list[str] = []
         # where sets differ, what is common to both: the condition that makes them equal shrinks them to it
@@ -292,9 +301,10 @@ class _Comparison:
             if a.center != b.center:
                 self.conditions.append("the mean of every set is 0")
         else:
-            about_mean = (a.scale == "std", b.scale == "std")
-            if a.center != b.center or about_mean[0] != about_mean[1]:
+            if a.center != b.center or _about_mean(a) != _about_mean(b):
                 self.conditions.append("the mean of every set is 0")
+        if all(getattr(a, name) == getattr(b, name) for name in ("scale", "correction", "eps", "eps_at")):
+            return a.gain, b.gain
         try:
             k = _units_ratio(a, self.set_size), _units_ratio(b, self.set_size)
         except SpecError as error:
@@ -352,7 +362,9 @@ class _Comparison:
         if along:
             self.conditions.append(f"the {what} is constant along {', '.join(along)}")
         if self.a.source != self.b.source:
-            self.reasons.append(f"the {what} of one is a {self.a.source}, of the other a {self.b.source}")
+            self.reasons.append(
+                f"the {what} of one is {_ORIGIN[self.a.source]}, of the other {_ORIGIN[self.b.source]}"
+            )
 
     def _state(self, ratios: tuple[float, float] | None) -> None:
         mine, other = self._both("running")
@@ -377,6 +389,23 @@ class _Comparison:
             differ.append("a correction that only batch statistics see")
         if differ:
             self.conditions.append(f"statistics of the batch normalize ({', '.join(differ)})")
+
+
+_ORIGIN = {"parameter": "a parameter", "input": "an input"}
+
+
+def _one_channel(spec: NormSpec) -> NormSpec:
+    """Whitening of one channel is division by its deviation: W = 1 / sqrt(v + eps), or 1 / sqrt(v + eps v)."""
+    if spec.scale not in WHITENINGS or (spec.eps_at == "trace" and (spec.eps is None or spec.eps <= -1)):
+        return spec
+    plain = spec.replace(scale="std", whiten="", eps_at="variance")
+    if spec.eps_at == "variance":
+        return plain
+    return plain.replace(eps=0.0, gain=spec.gain / sqrt(1 + (spec.eps or 0.0)))
+
+
+def _about_mean(spec: NormSpec) -> bool:
+    return spec.center or spec.scale == "std"
 
 
 def _eps(spec: NormSpec) -> str:
