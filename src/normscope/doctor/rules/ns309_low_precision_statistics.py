@@ -5,7 +5,7 @@ An update moves a statistic by momentum * (batch - stored). Where that is less t
 dtype at the stored value, the sum rounds back and nothing moves: there is a dead zone around each value. The
 rule computes its width at the values that are stored:
 
-dead zone = spacing / (2 * momentum)
+    dead zone = spacing / (2 * momentum)
 
 of the variance relative to itself, and of the mean in standard deviations. It is a warning where the norm is
 in train mode and the median channel's dead zone is above 1 %; in eval mode, where only rounding remains, it

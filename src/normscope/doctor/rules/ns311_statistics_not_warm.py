@@ -4,7 +4,7 @@
 After k updates with momentum m, (1 - m)^k of each stored statistic is still its initial value: mean 0,
 variance 1. From that share s the statistics of the data follow,
 
-mean / (1 - s)   and   (variance - s) / (1 - s),
+    mean / (1 - s)   and   (variance - s) / (1 - s),
 
 and with them the error that the initial values cause. Fires where s is above 1 %: a warning where the median
 channel's gain is off by more than 5 % or its mean by more than 0.1 standard deviations, info where s alone is

@@ -6,7 +6,7 @@ divides by the variance it stored with it. Finds batch norms with a dropout dire
 the convolution or linear layer that feeds them, and predicts the shift. Directly before, with stored mean m
 and variance R, the variance in eval is
 
-v = (1 - p) R - p m^2
+    v = (1 - p) R - p m^2
 
 per channel. Behind a layer of weights it is about (1 - p) R where the layer's inputs are uncorrelated and
 centered. A batch of data decides: where NS304's measurement shows less variance than stored, beyond sampling
