@@ -403,6 +403,12 @@ def test_over_shares_one_entry_between_sets() -> None:
     close(y, (x - after.mean[:, None]) / np.sqrt(after.var[:, None] + 1e-5))
 
 
+def test_the_sample_axis_carries_no_state() -> None:
+    x = RNG.standard_normal((3, 6, 4))
+    spec = NormSpec("n c l -> n c", sample_axis="n", running=Running(momentum=1.0))
+    close(reference.update_running(start(), x, spec).mean, x.mean((0, 2)))
+
+
 def test_a_stored_mean_square() -> None:
     x = RNG.standard_normal((5, 6))
     spec = NormSpec("b c -> c", center=False, scale="rms", running=Running(momentum=1.0))

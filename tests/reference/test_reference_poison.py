@@ -174,7 +174,10 @@ def test_one_element_and_no_element() -> None:
     np.testing.assert_array_equal(reference.forward([[3.0, -2.0]], NormSpec("b c -> c")), [[0.0, 0.0]])
     for shape in ((0, 3), (3, 0)):
         x = np.zeros(shape)
-        for spec in (NormSpec("b c -> c", weight="c"), NormSpec("b c -> b")):
+        specs = [NormSpec("b c -> c", weight="c"), NormSpec("b c -> b")]
+        if shape[1]:
+            specs += [NormSpec(stats, whiten="c", scale="zca") for stats in ("b c -> c", "b c -> b c")]
+        for spec in specs:
             assert reference.forward(x, spec).shape == shape
             assert reference.vjp(x, x, spec)[0].shape == shape
             assert reference.statistics(x, spec)[2].sum() == 0

@@ -9,8 +9,8 @@ to n ulp to a variance in the worst case, about sqrt(n) ulp as a rule; it runs i
 result is the same on every machine with IEEE arithmetic.
 """
 
-from .forward import forward, statistics
-from .gradient import jacobian, vjp
-from .running import RunningState, update_running
+from normscope.reference.forward import forward, statistics
+from normscope.reference.gradient import jacobian, vjp
+from normscope.reference.running import RunningState, update_running
 
 __all__ = ["RunningState", "forward", "jacobian", "statistics", "update_running", "vjp"]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .inputs import affine, read
-from .moments import Array, moments
-from .normalized import normalized
-from .running import read_state
-from .whitening import METHODS, covariances, group_names, whitened, whitened_by
+from normscope.reference.inputs import affine, read
+from normscope.reference.moments import Array, moments
+from normscope.reference.normalized import normalized
+from normscope.reference.whitened import whiten
+from normscope.reference.whitening import METHODS, covariances, group_names
 
 
 def forward(
@@ -46,14 +46,8 @@ def forward(
     inputs = read(x, spec, mask)
     parameters = affine(inputs, weight, bias)
     with np.errstate(all="ignore"):  # 0/0 of a constant set without eps is a result, not an accident
-        if spec.scale not in METHODS:
-            value = normalized(inputs, running, training).value
-        elif spec.running is None or training:
-            value = whitened(inputs)
-        else:
-            state = read_state(running, inputs)
-            value = whitened_by(inputs, state.mean[state.mean_labels], state.var, state.var_labels)
-        return np.where(inputs.valid, parameters.apply(value), 0.0).reshape(inputs.axes.shape)
+        n = (whiten if spec.scale in METHODS else normalized)(inputs, running, training)
+        return np.where(inputs.valid, parameters.apply(n.value), 0.0).reshape(inputs.axes.shape)
 
 
 def statistics(

@@ -1,4 +1,4 @@
-"""Gradients by closed formulas: the backward of every scalar normalization, written out once.
+"""Gradients by closed formulas: the backward of every scalar normalization, written out once (whitening: whitened.py).
 
 With u = numerator, w = argument, N = divisor, n = count of a set, s = s(v) its denominator, s' = ds/dv,
 y_i = a_i u_i / s + b_i, and v = sum_j w_j^2 / N:
@@ -22,18 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .inputs import affine, read
-from .moments import Array, total
-from .normalized import Normalized, normalized
-from .whitening import METHODS
-
-
-def _require_scalar(spec: Any) -> None:
-    if spec.scale in METHODS:
-        raise NotImplementedError(
-            f"gradients are written for a scalar denominator (std, rms, l2); got scale {spec.scale!r}. "
-            "Whitening has its forward, statistics and running update here"
-        )
+from normscope.reference.inputs import affine, read
+from normscope.reference.moments import Array, total
+from normscope.reference.normalized import Normalized, normalized
+from normscope.reference.whitened import Whitened, pull_back, whiten
+from normscope.reference.whitening import METHODS
 
 
 def _pull(n: Normalized) -> Array:
@@ -57,15 +50,13 @@ def vjp(
     Arguments as in :func:`forward`; ``grad`` has the shape of ``x``. Statistics of the batch move with x; stored
     ones do not, and neither do r and d of batch renormalization. What is masked gives and gets no gradient.
 
-    Returns float64 arrays of the shapes of x, weight and bias; None for a parameter that was not given. Raises
-    NotImplementedError for whitening.
+    Returns float64 arrays of the shapes of x, weight and bias; None for a parameter that was not given.
 
     >>> from normscope.spec import families
     >>> dx, _, _ = vjp([1.0, 0.0, 0.0], [1.0, 2.0, 4.0], families.layer_norm(eps=0.1))
     >>> dx.round(10)
     array([ 0.23993836, -0.32861123,  0.08867287])
     """
-    _require_scalar(spec)
     inputs = read(x, spec, mask)
     parameters = affine(inputs, weight, bias)
     g = np.asarray(grad, dtype=np.float64)
@@ -73,18 +64,29 @@ def vjp(
         raise ValueError(f"the gradient has the shape of the input, {inputs.axes.shape}; got {g.shape}")
     g = np.where(inputs.valid, g.ravel(), 0.0)
     with np.errstate(all="ignore"):
-        n = normalized(inputs, running, training)
         h = np.where(inputs.valid, parameters.factor * g, 0.0)  # a NaN weight of masked elements stays theirs
-        dx = h / n.s[n.labels]
-        if n.live:
-            if spec.center:
-                dx = dx - (total(h, n.labels, n.sets) / (n.count * n.s))[n.labels]
-            dx = dx - (total(h * n.numerator, n.labels, n.sets) * _pull(n))[n.labels] * n.argument
-            dx = dx * n.stretch[n.labels]
+        n: Whitened | Normalized
+        if spec.scale in METHODS:
+            n = whiten(inputs, running, training)
+            dx = pull_back(n, h, inputs)
+        else:
+            n = normalized(inputs, running, training)
+            dx = _pull_back(n, h, bool(spec.center))
         dx = np.where(inputs.valid, dx, 0.0).reshape(inputs.axes.shape)
         w, b = parameters.weight, parameters.bias
         dweight = None if w is None else w.collect(np.where(inputs.valid, g * parameters.gain * n.value, 0.0))
     return dx, dweight, None if b is None else b.collect(g)
+
+
+def _pull_back(n: Normalized, h: Array, center: bool) -> Array:
+    """dx of every element from h = a g."""
+    dx = h / n.s[n.labels]
+    if not n.live:
+        return dx
+    if center:
+        dx = dx - (total(h, n.labels, n.sets) / (n.count * n.s))[n.labels]
+    dx = dx - (total(h * n.numerator, n.labels, n.sets) * _pull(n))[n.labels] * n.argument
+    return dx * n.stretch[n.labels]
 
 
 def jacobian(
@@ -99,8 +101,7 @@ def jacobian(
 ) -> Array:
     """dy/dx from the closed formula, dense: shape (*y.shape, *x.shape), zero between sets.
 
-    Arguments as in :func:`forward`. Takes x.size^2 numbers: for inputs of up to a few thousand elements. Raises
-    NotImplementedError for whitening.
+    Arguments as in :func:`forward`. Takes x.size^2 numbers: for inputs of up to a few thousand elements.
 
     >>> from normscope.spec import families
     >>> jacobian([1.0, 2.0, 4.0], families.layer_norm(eps=0.1)).round(4)
@@ -108,10 +109,14 @@ def jacobian(
            [-0.3286,  0.5007, -0.1721],
            [ 0.0887, -0.1721,  0.0835]])
     """
-    _require_scalar(spec)
     inputs = read(x, spec, mask)
     a = affine(inputs, weight, bias).factor
     with np.errstate(all="ignore"):
+        if spec.scale in METHODS:
+            w = whiten(inputs, running, training)
+            rows = [pull_back(w, row, inputs) for row in np.diag(np.where(inputs.valid, a, 0.0))]
+            dense = np.where(inputs.valid, np.array(rows), 0.0)
+            return dense.reshape(inputs.axes.shape * 2)
         n = normalized(inputs, running, training)
         s = n.s[n.labels]
         dense = np.diag(1 / s)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .axes import Axes, Labels, locate
-from .moments import Array, Flags, total
+from normscope.reference.axes import Axes, Labels, locate
+from normscope.reference.moments import Array, Flags, total
 
 _PRECISION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 

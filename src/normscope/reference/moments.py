@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .axes import Labels
+from normscope.reference.axes import Labels
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]

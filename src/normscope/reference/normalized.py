@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .axes import Labels
-from .inputs import Inputs
-from .moments import Array, denominator, moments
-from .running import read_state
+from normscope.reference.axes import Labels
+from normscope.reference.inputs import Inputs
+from normscope.reference.moments import Array, denominator, moments
+from normscope.reference.running import read_state
 
 
 @dataclass(frozen=True)

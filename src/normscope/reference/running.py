@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .axes import Axes, Labels
-from .inputs import Inputs, read
-from .moments import Array, Flags, Moments, moments
-from .whitening import METHODS, covariances, group_names, whitened_size, whitening_matrices
+from normscope.reference.axes import Axes, Labels
+from normscope.reference.inputs import Inputs, read
+from normscope.reference.moments import Array, Flags, Moments, moments
+from normscope.reference.whitening import METHODS, covariances, group_names, whitened_size, whitening_matrices
 
 
 @dataclass

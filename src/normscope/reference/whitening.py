@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .inputs import Inputs
-from .moments import Array, moments
+from normscope.reference.inputs import Inputs
+from normscope.reference.moments import Array, moments
 
 METHODS = ("zca", "cholesky", "iternorm")
 
@@ -37,14 +37,14 @@ def whitened_size(inputs: Inputs) -> int:
     return math.prod(inputs.axes.sizes[name] for name in _joint(inputs))
 
 
-def _rows(inputs: Inputs) -> list[NDArray[np.int64]]:
+def channel_rows(inputs: Inputs) -> list[NDArray[np.int64]]:
     """For each group: the flat positions of its elements as a (whitened channels, members) matrix."""
     group = inputs.axes.label(group_names(inputs))
     channel = inputs.axes.label(_joint(inputs))
     groups = math.prod(inputs.axes.sizes[name] for name in group_names(inputs))
     order = np.lexsort((channel, group))  # stable: members of every channel stay in the order of the input
     ends = np.cumsum(np.bincount(group, minlength=groups))[:-1]
-    rows = [part.reshape(whitened_size(inputs), -1) for part in np.split(order, ends)]
+    rows = [part.reshape(whitened_size(inputs), -1) for part in np.split(order, ends)[:groups]]
     if any((inputs.valid[part] != inputs.valid[part[:1]]).any() for part in rows):
         raise ValueError(
             "a mask holds for all channels that are whitened together; got one that differs along "
@@ -53,7 +53,7 @@ def _rows(inputs: Inputs) -> list[NDArray[np.int64]]:
     return rows
 
 
-def _centered(inputs: Inputs) -> Array:
+def centered_values(inputs: Inputs) -> Array:
     if not inputs.spec.center:
         return inputs.x
     return moments(inputs.x, inputs.labels, inputs.sets, inputs.valid).centered
@@ -61,16 +61,27 @@ def _centered(inputs: Inputs) -> Array:
 
 def covariances(inputs: Inputs, correction: float) -> Array:
     """Covariance over the valid members of each group, shape (groups, k, k); 0 for an empty group."""
-    centered = _centered(inputs)
+    centered = centered_values(inputs)
     found = []
-    for rows in _rows(inputs):
+    for rows in channel_rows(inputs):
         members = int(inputs.valid[rows[0]].sum())
         found.append(centered[rows] @ centered[rows].T / (members - correction if members else 1.0))
-    return np.stack(found)
+    k = whitened_size(inputs)
+    return np.array(found, dtype=np.float64).reshape(-1, k, k)
+
+
+def regular(covariance: Array, spec: Any, eps: float) -> Array:
+    """One covariance with eps where the spec has it."""
+    one = np.eye(len(covariance))
+    if spec.eps_at == "variance":
+        return covariance + eps * one
+    if spec.eps_at == "trace":
+        return covariance + eps * float(np.trace(covariance)) / len(covariance) * one
+    raise ValueError(f"eps stands at variance or trace of a covariance; got {spec.eps_at!r}")
 
 
 def whitening_matrices(covariance: Array, spec: Any, eps: float) -> Array:
-    """W of each covariance in a stack (groups, k, k).
+    """W of each covariance in a stack (groups, k, k); NaN where there is none.
 
     - ``zca``: S^(-1/2), the symmetric one.
     - ``cholesky``: L^-1 with S = L L^T, lower triangular.
@@ -78,45 +89,43 @@ def whitening_matrices(covariance: Array, spec: Any, eps: float) -> Array:
       P = 1, and W = P / sqrt(t), t = trace(S) (Huang et al. 2019, algorithm 1). Every P is a polynomial of S, so the
       steps are taken on the eigenvalues: on matrices, rounding errors that do not commute with S grow at every step.
     """
-    k = covariance.shape[-1]
-    one = np.broadcast_to(np.eye(k), covariance.shape)
-    if spec.eps_at == "variance":
-        regular = covariance + eps * one
-    elif spec.eps_at == "trace":
-        regular = covariance + eps * np.trace(covariance, axis1=1, axis2=2)[:, None, None] / k * one
-    else:
-        raise ValueError(f"eps stands at variance or trace of a covariance; got {spec.eps_at!r}")
-    if spec.scale == "cholesky":
-        return np.asarray(np.linalg.solve(np.linalg.cholesky(regular), one), dtype=np.float64)
-    values, vectors = np.linalg.eigh(regular)
+    found = [_whitening_matrix(regular(one, spec, eps), spec) for one in covariance]
+    return np.array(found, dtype=np.float64).reshape(covariance.shape)
+
+
+def _whitening_matrix(s: Array, spec: Any) -> Array:
+    try:
+        if spec.scale == "cholesky":
+            return np.asarray(np.linalg.solve(np.linalg.cholesky(s), np.eye(len(s))), dtype=np.float64)
+        values, vectors = np.linalg.eigh(s)
+    except np.linalg.LinAlgError:  # not positive definite, or not finite
+        return np.full_like(s, np.nan)
     if spec.scale == "zca":
         inverse_roots = 1 / np.sqrt(values)
     else:
-        trace = values.sum(axis=1, keepdims=True)
+        trace = values.sum()
         p = np.ones_like(values)
         for _ in range(spec.iterations):
             p = (3 * p - p**3 * values / trace) / 2
         inverse_roots = p / np.sqrt(trace)
-    return np.asarray((vectors * inverse_roots[:, None, :]) @ vectors.swapaxes(1, 2), dtype=np.float64)
+    return np.asarray((vectors * inverse_roots) @ vectors.T, dtype=np.float64)
 
 
-def whitened(inputs: Inputs) -> Array:
-    """W (x - mean) of every element, by the statistics of the input."""
-    matrices = whitening_matrices(covariances(inputs, float(inputs.spec.correction)), inputs.spec, inputs.eps)
-    return _apply(matrices, _centered(inputs), _rows(inputs))
+def matrices_by_batch(inputs: Inputs) -> Array:
+    """W of each group, by the statistics of the input."""
+    return whitening_matrices(covariances(inputs, float(inputs.spec.correction)), inputs.spec, inputs.eps)
 
 
-def whitened_by(inputs: Inputs, mean: Array, var: Array, var_labels: NDArray[np.int64]) -> Array:
-    """W (x - mean) of every element, by a stored mean of every element and stored covariances (or W)."""
+def matrices_by_state(inputs: Inputs, var: Array, var_labels: NDArray[np.int64]) -> Array:
+    """W of each group, by stored covariances (or stored W)."""
     spec = inputs.spec
     matrices = var if spec.whiten_state == "whitening" else whitening_matrices(var, spec, inputs.eps)
-    rows = _rows(inputs)
-    which = [int(var_labels[part.flat[0]]) if part.size else 0 for part in rows]
-    return _apply(matrices[which], inputs.x - mean if spec.center else inputs.x, rows)
+    return matrices[[int(var_labels[part.flat[0]]) if part.size else 0 for part in channel_rows(inputs)]]
 
 
-def _apply(matrices: Array, centered: Array, rows: list[NDArray[np.int64]]) -> Array:
+def apply(matrices: Array, centered: Array, inputs: Inputs) -> Array:
+    """W times the centered elements of each group."""
     value = np.zeros_like(centered)
-    for matrix, part in zip(matrices, rows, strict=True):
+    for matrix, part in zip(matrices, channel_rows(inputs), strict=True):
         value[part] = matrix @ centered[part]
     return value
