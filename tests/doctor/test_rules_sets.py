@@ -262,8 +262,8 @@ def test_ns401_stored_variances() -> None:
     found = only("NS401", nn.Sequential(nn.Conv2d(3, 8, 1), norm).eval(), torch.randn(IMAGES))
     assert found.severity == "info"
     assert found.message == (
-        "eps 1e-05 is larger than the variance in 33.3 % of 6 stored variances (2 constant sets not counted): before the "
-        "gain the output has a standard deviation of 0.0995 instead of 1 (lowest 5 % of the sets)."
+        "eps 1e-05 is larger than the variance in 33.3 % of 6 stored variances (2 constant sets not counted): before "
+        "the gain the output has a standard deviation of 0.0995 instead of 1 (lowest 5 % of the sets)."
     )  # sqrt(1e-7 / (1e-7 + 1e-5))
 
 

@@ -37,7 +37,7 @@ class Ranges:
     squares_as_input: bool
     """the statistics are taken in the input's dtype, whatever that is"""
     largest: float
-    """largest |x|"""
+    """largest |x|; 0 where stored statistics normalize and the output is finite"""
     square: float
     """largest x^2; 0 where stored statistics normalize"""
     sum_of_squares: float
@@ -96,11 +96,14 @@ def working_dtype(site: Site, spec: NormSpec, given: torch.dtype) -> torch.dtype
 
 def _ranges(event: Event) -> Ranges:
     x = event.input.detach()
-    largest = max(abs(float(x.amax())), abs(float(x.amin())))
+    squared = event.mode in ("batch", "input")
+    finite = _finite(event.output)
+    # Where stored statistics normalize, the size of the input matters only to explain an output that is not finite.
+    largest = max(abs(float(x.amax())), abs(float(x.amin()))) if squared or not finite else 0.0
     working = working_dtype(event.site, event.spec, x.dtype)
     square = total = 0.0
     size = 0
-    if event.mode in ("batch", "input"):
+    if squared:
         sets = sets_of(event)
         square = largest**2
         if not isinstance(sets, str) and sets.finite.any():
@@ -118,7 +121,7 @@ def _ranges(event: Event) -> Ranges:
         sum_of_squares=total,
         set_size=size,
         working_max=float(torch.finfo(working).max),
-        broken=bool(np.isfinite(largest)) and not _finite(event.output),
+        broken=bool(np.isfinite(largest)) and not finite,
         sums=event.spec.scale == "l2",
     )
 
@@ -126,7 +129,9 @@ def _ranges(event: Event) -> Ranges:
 def _finite(y: torch.Tensor) -> bool:
     if not y.is_floating_point() or not y.numel():
         return True
-    return bool(np.isfinite(float(y.amax()))) and bool(np.isfinite(float(y.amin())))
+    total = float(y.sum(dtype=torch.promote_types(y.dtype, torch.float32)))
+    # A finite sum holds neither NaN nor infinity; an infinite one may have overflowed by itself.
+    return bool(np.isfinite(total)) or bool(torch.isfinite(y).all())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ steps of half a standard deviation.
 
 ## Known problems
 The prediction is an upper bound: inputs that lie on a grid (integers, quantized values) are not rounded at all.
-At most 50 000 elements a call are compared, the set that is hardest to center always among them.
+At most 20 000 elements a call are compared, the set that is hardest to center always among them.
 
 ## Example
 ```python

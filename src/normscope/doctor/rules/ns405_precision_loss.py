@@ -15,7 +15,7 @@ explains 0.0001.
 
 ## Known problems
 The comparison holds the site to the specification that was read from it; a subclass that computes something else on
-purpose is told here as an error of that size. At most 50 000 elements a call are compared.
+purpose is told here as an error of that size. At most 20 000 elements a call are compared.
 
 ## Example
 ```python
