@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Optional
 
 import typer
 
@@ -11,18 +10,18 @@ from normscope.errors import BadInput
 
 
 def command(
-    target: Optional[str] = typer.Argument(  # noqa: UP045  (typer reads it on Python 3.10 too)
+    target: str | None = typer.Argument(
         None,
         metavar="[TARGET]",
         help="package.module:attribute with a layer or a model; without it, torch.nn.",
     ),
-    json: Optional[Path] = typer.Option(  # noqa: UP045
+    json: Path | None = typer.Option(
         None,
         "--json",
         metavar="FILE",
         help="Write inputs, conventions, eps, tolerances, results and versions.",
     ),
-    figures: Optional[Path] = typer.Option(  # noqa: UP045
+    figures: Path | None = typer.Option(
         None, "--figures", metavar="DIR", help="Write two curves there, as SVG and CSV."
     ),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
