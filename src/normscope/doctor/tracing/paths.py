@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -97,12 +98,16 @@ class ModuleStack:
         self._left = left
         self._frames = [Frame("", names.model)]
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._quiet = warnings.catch_warnings()
 
     @property
     def top(self) -> Frame:
         return self._frames[-1]
 
     def __enter__(self) -> ModuleStack:
+        self._quiet.__enter__()
+        # a compiled wrapper says that it will call them once more for itself; its own call is ignored here
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
@@ -116,6 +121,7 @@ class ModuleStack:
             handle.remove()
             # PyTorch forgets to drop this entry of a removed hook
             nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+        self._quiet.__exit__(kind, error, trace)
         del self._frames[1:]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:

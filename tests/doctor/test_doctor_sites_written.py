@@ -1,0 +1,310 @@
+"""Norms written by hand are found, as their own module and inside a larger forward; what resembles one is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normscope.doctor.session import Session
+from normscope.doctor.site import Site
+from normscope.doctor.sites import find_sites
+
+Body = Callable[["Part", Tensor], Tensor]
+
+
+class Part(nn.Module):
+    """A module of six features whose forward is ``body``."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body = body
+        self.weight = nn.Parameter(torch.ones(6))
+        self.bias = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+class Between(nn.Module):
+    """``body`` in a module of its own, or inlined, between two linear layers."""
+
+    def __init__(self, body: Body, inlined: bool) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.part = Part(body)
+        self.inlined = inlined
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        if self.inlined:
+            return self.after(self.part.body(self.part, torch.relu(x)))
+        return self.after(self.part(x))
+
+
+def found(body: Body, inlined: bool) -> list[Site]:
+    with Session(Between(body, inlined)) as session:
+        return find_sites(session, (torch.randn(4, 6),))
+
+
+def textbook(p: Part, x: Tensor) -> Tensor:
+    return p.weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + p.bias
+
+
+def from_the_formula(p: Part, x: Tensor) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdim=True)
+    return (x - mean) / torch.sqrt(variance + 1e-5) * p.weight + p.bias
+
+
+def rms_in_float32(p: Part, x: Tensor) -> Tensor:
+    y = x.to(torch.float32)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return p.weight * y.to(x.dtype)
+
+
+def rms_by_a_factor(p: Part, x: Tensor) -> Tensor:
+    return x * (1.0 / (torch.sqrt(torch.mean(x * x, dim=-1, keepdim=True)) + 1e-8)) * (1 + p.weight)
+
+
+def unit_length(p: Part, x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-6)
+
+
+def scale_norm(p: Part, x: Tensor) -> Tensor:
+    return 6**0.5 * x / torch.linalg.norm(x, dim=-1, keepdim=True)
+
+
+def batch_by_moments(p: Part, x: Tensor) -> Tensor:
+    mean = x.mean(0)
+    variance = (x * x).mean(0) - mean * mean
+    return (x - mean) * (p.weight / (variance + 1e-5).sqrt()) + p.bias
+
+
+def batch_as_scale_and_shift(p: Part, x: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(x, 0, unbiased=False)
+    scale = p.weight * torch.rsqrt(variance + 1e-5)
+    return x * scale + (p.bias - mean * scale)
+
+
+def groups_by_views(p: Part, x: Tensor) -> Tensor:
+    y = x.view(len(x), 2, -1)
+    variance, mean = torch.var_mean(y, -1, keepdim=True)
+    return ((y - mean) / (variance + 1e-5) ** 0.5).view_as(x) * p.weight + p.bias
+
+
+def in_place(p: Part, x: Tensor) -> Tensor:
+    x = x.clone()
+    x -= x.mean(-1, keepdim=True)
+    x /= x.pow(2).mean(-1, keepdim=True).add_(1e-5).sqrt_()
+    return x
+
+
+def reciprocal_root(p: Part, x: Tensor) -> Tensor:
+    return (x - x.mean(1, True)) * x.var(1, keepdim=True, unbiased=False).add(1e-5).sqrt().reciprocal()
+
+
+def masked(p: Part, x: Tensor) -> Tensor:
+    mask = (x > -2).float()
+    count = mask.sum(-1, keepdim=True)
+    mean = (x * mask).sum(-1, keepdim=True) / count
+    variance = (((x - mean) ** 2) * mask).sum(-1, keepdim=True) / count
+    return (x - mean) / torch.sqrt(variance + 1e-5)
+
+
+NORMS = [
+    textbook, from_the_formula, rms_in_float32, rms_by_a_factor, unit_length, scale_norm, batch_by_moments,
+    batch_as_scale_and_shift, groups_by_views, in_place, reciprocal_root, masked,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NORMS)
+def test_a_module_that_is_a_norm_by_hand_is_a_site(body: Body) -> None:
+    (site,) = found(body, inlined=False)
+    assert (site.name, site.path, site.kind) == ("part", "part", "hand-written")
+    assert site.type_name.endswith("Part")
+    assert (site.spec, site.reason) == (None, "hand-written; not identified")
+    assert set(site.tensors) == {"weight", "bias"}
+    (call,) = site.calls
+    assert (call.shape, call.dtype) == ((4, 6), "float32")
+    assert [(n.kind, n.path, n.through, n.feature_axis) for n in call.fed_by] == [("linear", "before", (), 1)]
+    assert [(n.kind, n.path, n.through, n.feature_axis) for n in call.feeds] == [("linear", "after", (), 1)]
+    assert call.fed_by[0].consumers == 1
+
+
+@pytest.mark.parametrize("body", NORMS)
+def test_a_norm_by_hand_inside_a_larger_forward_is_a_site(body: Body) -> None:
+    (site,) = found(body, inlined=True)
+    assert (site.name, site.path, site.kind) == ("hand-written", "", "inlined")
+    (call,) = site.calls
+    assert [(n.kind, n.path, n.through) for n in call.fed_by] == [("linear", "before", ("relu",))]
+
+
+def hand_softmax(p: Part, x: Tensor) -> Tensor:
+    e = torch.exp(x - x.max(-1, keepdim=True).values)
+    return e / e.sum(-1, keepdim=True)
+
+
+def attention(p: Part, x: Tensor) -> Tensor:
+    return (x @ x.T / math.sqrt(6)).softmax(-1) @ x
+
+
+def hand_attention(p: Part, x: Tensor) -> Tensor:
+    e = (x @ x.T / torch.sqrt(torch.tensor(6.0))).exp()
+    return (e / e.sum(-1, keepdim=True)) @ x
+
+
+def cosine(p: Part, x: Tensor) -> Tensor:
+    y = x.roll(1, 0)
+    return x * ((x * y).sum(-1, keepdim=True) / (x.norm(dim=-1, keepdim=True) * y.norm(dim=-1, keepdim=True)))
+
+
+def cosine_function(p: Part, x: Tensor) -> Tensor:
+    return x * F.cosine_similarity(x, x.roll(1, 0), dim=-1)[:, None]
+
+
+def variance_loss(p: Part, x: Tensor) -> Tensor:
+    return x + (1 - torch.sqrt(x.var(0) + 1e-4)).relu().mean()
+
+
+def covariance_loss(p: Part, x: Tensor) -> Tensor:
+    z = x - x.mean(0)
+    c = z.T @ z / (len(x) - 1)
+    return x * (c.pow(2).sum() - c.diagonal().pow(2).sum())
+
+
+def hand_gelu(p: Part, x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def squeeze_excite(p: Part, x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x.mean(0))
+
+
+def response_gate(p: Part, x: Tensor) -> Tensor:
+    g = x.norm(dim=0, keepdim=True)
+    return p.weight * (x * (g / (g.mean(-1, keepdim=True) + 1e-6))) + p.bias + x
+
+
+def graph_degrees(p: Part, x: Tensor) -> Tensor:
+    a = (x @ x.T).abs()
+    d = a.sum(-1).pow(-0.5)
+    return (a * d[:, None] * d[None]) @ x
+
+
+def root_mean_square_error(p: Part, x: Tensor) -> Tensor:
+    return x * ((x - x.roll(1, 0)) ** 2).mean().sqrt()
+
+
+def quantized(p: Part, x: Tensor) -> Tensor:
+    scale = x.abs().max() / 127
+    return (x / scale).round() * scale
+
+
+def pooled_statistics(p: Part, x: Tensor) -> Tensor:
+    a = x.softmax(0)
+    mean = (a * x).sum(0)
+    return x + mean + ((a * x * x).sum(0) - mean * mean).clamp(min=1e-6).sqrt()
+
+
+def scaled_noise(p: Part, x: Tensor) -> Tensor:
+    return x + 0.1 * torch.randn_like(x) * x.std()
+
+
+def radial_basis(p: Part, x: Tensor) -> Tensor:
+    return x * torch.exp(-(x - x.roll(1, 0)).pow(2).sum(-1, keepdim=True) / 2)
+
+
+def learned_variance(p: Part, x: Tensor) -> Tensor:
+    return x / F.softplus(x).sqrt()
+
+
+def rotary(p: Part, x: Tensor) -> Tensor:
+    return x * p.weight.cos() + torch.cat([-x[:, 3:], x[:, :3]], -1) * p.weight.sin()
+
+
+def weight_standardized(p: Part, x: Tensor) -> Tensor:
+    w = (p.weight - p.weight.mean()) / (p.weight.std() + 1e-5)
+    return x * w
+
+
+INNOCENT = [
+    hand_softmax, attention, hand_attention, cosine, cosine_function, variance_loss, covariance_loss, hand_gelu,
+    squeeze_excite, response_gate, graph_degrees, root_mean_square_error, quantized, pooled_statistics, scaled_noise,
+    radial_basis, learned_variance, rotary, weight_standardized,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("inlined", [False, True])
+@pytest.mark.parametrize("body", INNOCENT)
+def test_what_only_resembles_a_norm_is_no_site(body: Body, inlined: bool) -> None:
+    assert found(body, inlined) == []
+
+
+def test_a_norm_by_hand_used_twice_is_one_site_with_two_calls() -> None:
+    part = Part(textbook)
+    with Session(nn.Sequential(part, nn.Linear(6, 6), part)) as session:
+        (site,) = find_sites(session, (torch.randn(4, 6),))
+    assert (site.name, [c.index for c in site.calls]) == ("0", [0, 1])
+
+
+def test_two_norms_inlined_in_one_forward_are_numbered_in_their_order() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Part(textbook)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.relu(unit_length(self.part, x))
+            return torch.sigmoid(from_the_formula(self.part, F.layer_norm(y, (6,))))
+
+    with Session(Two()) as session:
+        sites = find_sites(session, (torch.randn(4, 6),))
+    assert [(s.name, s.calls[0].order) for s in sites] == [
+        ("hand-written", 0),
+        ("F.layer_norm", 1),
+        ("hand-written#2", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "norms"),
+    [
+        ("Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}, 5),
+        ("Gemma2", {"num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}, 9),
+        ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}, 9),
+    ],
+)
+def test_every_norm_of_a_real_language_model_is_found(
+    family: str, config: dict[str, object], norms: int
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+    }
+    settings = getattr(transformers, f"{family}Config")(**sizes, **config)
+    model = getattr(transformers, f"{family}Model")(settings)
+    with Session(model) as session:
+        sites = find_sites(session, (), {"input_ids": torch.arange(16).view(2, 8)})
+    assert len(sites) == norms
+    assert {s.kind for s in sites} == {"hand-written"}
+    assert {s.expected_eps for s in sites} == {1e-6}
+    assert {s.name for s in sites} == {
+        n for n, m in model.named_modules() if type(m).__name__.endswith("RMSNorm")
+    }
+
+
+def test_every_norm_of_t5_is_found() -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=50)
+    with Session(transformers.T5EncoderModel(settings)) as session:
+        sites = find_sites(session, (), {"input_ids": torch.arange(16).view(2, 8)})
+    assert [(s.kind, s.expected_eps) for s in sites] == [("hand-written", 1e-6)] * 5
