@@ -149,12 +149,13 @@ def _no_gain(site: Site) -> Iterator[Finding]:
     small = gains < NO_GAIN
     if not gains.any() or small.mean() < MANY:
         return
+    left = "nothing" if site.array("bias") is None else "only their bias"
     yield Finding(
         code="NS314",
         site=site.name,
         severity="info",
         message=f"{int(small.sum())} of {gains.size} gains ({percent(float(small.mean()))}) are below "
-        f"{number(NO_GAIN)}: these channels carry only their bias.",
+        f"{number(NO_GAIN)}: these channels carry {left}.",
         evidence={
             "small_gains": int(small.sum()),
             "channels": int(gains.size),
