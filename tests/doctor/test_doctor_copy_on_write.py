@@ -215,3 +215,15 @@ def test_functorch_transforms_pass():
     with Session(Jacobian()) as session:
         jacobians = session.forward((torch.randn(3, 4),))
     assert torch.equal(jacobians[0], model.weight)
+
+
+def test_large_buffers_wait_for_a_write(monkeypatch):
+    monkeypatch.setattr(session_module, "BUFFERS_UP_FRONT", 100)
+    model = Applies(lambda w: None)
+    model.register_buffer("large", torch.zeros(100))
+    with Session(model) as session:
+        assert session.extra_bytes == BUFFERS
+        model.function = lambda w: model.large.add_(1)
+        session.forward((torch.ones(1000),))
+        assert session.extra_bytes == BUFFERS + 400
+    assert (model.large == 0).all()

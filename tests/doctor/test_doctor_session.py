@@ -112,14 +112,14 @@ def test_ctrl_c_while_a_run_is_put_back_waits_until_all_is_back(monkeypatch):
     model = GALLERY["WritesParametersInPlace"]()
     x, before = batch(model), fingerprint(model)
     with Session(model) as session:
-        restore = session._objects.restore
+        restore = session._vault.restore
 
         def interrupted() -> None:
             signal.raise_signal(signal.SIGINT)
             restore()
 
         with monkeypatch.context() as patch:
-            patch.setattr(session._objects, "restore", interrupted)
+            patch.setattr(session._vault, "restore", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.forward((x,), mode="now")
         assert torch.equal(session.forward((x,)), session.forward((x,)))
@@ -172,3 +172,25 @@ def test_a_resized_buffer_gets_its_size_and_bytes_back():
         session.forward((batch(model),))
     assert model.b.tolist() == [0, 1, 2, 3, 4, 5]
     assert model.b.untyped_storage().nbytes() == 24
+
+
+def test_what_cannot_be_put_back_is_named_and_the_rest_is_put_back():
+    class Stubborn(Net):
+        """Updates a view in place from a parameter: autograd cannot take a view out of the graph again."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(2, 6))
+            self.row = self.table[0]
+
+        def leave_a_trace(self, x: torch.Tensor) -> None:
+            self.row.mul_(self.norm.weight)
+
+    model = Stubborn()
+    flags = [module.training for module in model.modules()]
+    with Session(model) as session:
+        session.forward((batch(model),), mode="train", grad=True)
+    (note,) = session.unverified
+    assert note.startswith("something could not be put back: RuntimeError: Can't detach views in-place")
+    assert int(model.norm.num_batches_tracked) == 0
+    assert [module.training for module in model.modules()] == flags

@@ -50,7 +50,7 @@ _ATOMS = (
 
 
 class ObjectState:
-    """Shallow copies of the contents of every mutable object that ``roots`` own, put back in place by ``restore``.
+    """Shallow copies of the contents of every mutable object that ``roots`` own, put back in place by ``restores``.
 
     Modules (registered or not), their classes, dicts, lists, sets, deques, NumPy arrays, random generators, plain
     objects, and what hooks and methods close over or use as global variables. Tensors are only collected, in
@@ -60,7 +60,7 @@ class ObjectState:
     def __init__(self, roots: Iterable[Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.skipped: list[str] = []
-        self._restores: list[Restore] = []
+        self.restores: list[Restore] = []
         self._array_bytes = 0
         self._seen: dict[int, Any] = {}  # holds the objects, so that their ids stay theirs
         queue = deque((root, 0) for root in roots)
@@ -72,10 +72,6 @@ class ObjectState:
             hops += _is_plain_object(obj)
             if hops <= _MAX_HOPS:
                 queue.extend((child, hops) for child in self._record(obj))
-
-    def restore(self) -> None:
-        for restore in self._restores:
-            restore()
 
     def _record(self, obj: Any) -> Children:
         """Remember how to put ``obj`` back, and return what it holds."""
@@ -112,7 +108,7 @@ class ObjectState:
     def _keep(self, record: Record) -> Children:
         restore, children = record
         if restore is not None:
-            self._restores.append(restore)
+            self.restores.append(restore)
         return children
 
     def _attributes(self, obj: Any) -> Children:

@@ -33,12 +33,14 @@ from normscope.doctor.tensor_state import HookStash, TensorState
 __all__ = ["CHECKSUM_LIMIT", "MODES", "Refused", "Session", "clean_path", "is_training"]
 
 MODES = ("now", "eval", "batch", "train")
+BUFFERS_UP_FRONT = 256 * 2**20
+"""bytes of buffers, the smallest first, that are cloned before anything runs"""
 CHECKSUM_LIMIT = 2 * 2**30
 """bytes of parameters up to which a checksum (about 3 GB/s) proves that nothing escaped"""
 
 
 class Session:
-    """Runs of one model that leave everything about it bit for bit as it was.
+    """Runs of one model that leave everything about it bit for bit as it was when the session was entered.
 
     After each run, whether it returned, raised or was interrupted, these are as before: parameters, buffers and
     plain tensors (contents, address, ``.grad``, ``requires_grad``), the inputs, each module's ``training`` flag, its
@@ -90,8 +92,7 @@ class Session:
             name = names.get(id(tensor), "a tensor attribute")
             if not self._vault.hold(tensor, name):
                 self.unverified.append(f"{name}: its memory ({tensor.layout}) is out of reach")
-        for buffer in self.model.buffers():
-            self._vault.save(buffer)
+        self._save_buffers()
         self._affordable = self._vault.total_bytes() <= CHECKSUM_LIMIT
         if self._affordable:
             self._vault.checksum()
@@ -124,15 +125,31 @@ class Session:
                     f"pointer) and could not be put back"
                 )
 
+    def _save_buffers(self) -> None:
+        """Buffers are what models write, also in ways that no operation shows; large ones wait for a write."""
+        budget = BUFFERS_UP_FRONT
+        for buffer in sorted(self.model.buffers(), key=torch.Tensor.numel):
+            budget -= buffer.numel() * buffer.element_size()
+            if budget < 0:
+                break
+            self._vault.save(buffer)
+
     def _bring_hooks_back(self) -> None:
         for stash in self._stashes:
             stash.restore()
 
     def _restore(self) -> None:
-        self._objects.restore()
-        for tensor in self._tensors:
-            tensor.restore()
-        self._vault.restore()
+        self._put_back(self._objects, self._tensors, self._vault)
+
+    def _put_back(self, objects: ObjectState, tensors: list[TensorState], vault: Vault) -> None:
+        """What cannot be put back must not keep the rest from it."""
+        for restore in (*objects.restores, *(tensor.restore for tensor in tensors), vault.restore):
+            try:
+                restore()
+            except Exception as error:
+                failure = f"something could not be put back: {type(error).__name__}: {error}"
+                if failure not in self.unverified:
+                    self.unverified.append(failure)
 
     @contextmanager
     def _restoring(self, *inputs: Any) -> Iterator[tuple[Vault, ...]]:
@@ -155,10 +172,7 @@ class Session:
             with uninterrupted():
                 ambient.restore()
                 self._restore()
-                given.restore()
-                for state in states:
-                    state.restore()
-                vault.restore()
+                self._put_back(given, states, vault)
                 for state in states:
                     state.restore_version()
 
@@ -239,9 +253,8 @@ class Session:
             with ExitStack() as around:
                 around.enter_context(torch.inference_mode(False))
                 around.enter_context(torch.set_grad_enabled(grad))
-                if (
-                    "torch._dynamo" in sys.modules
-                ):  # nothing can be compiled otherwise, and importing it takes a second
+                # without dynamo nothing is compiled, and importing it takes a second
+                if "torch._dynamo" in sys.modules:
                     around.enter_context(torch.compiler.set_stance("force_eager"))
                 if mode == "batch":
                     around.enter_context(NoFunctionalDropout())
