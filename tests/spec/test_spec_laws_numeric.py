@@ -158,6 +158,37 @@ def test_couplings_are_where_the_law_says(problem: tuple[Any, ...], what: str) -
 
 
 @measured
+@given(problems(eps=0.1))
+def test_later_steps_reach_back_where_the_law_says(problem: tuple[Any, ...]) -> None:
+    spec, bound, x = problem
+    causal = spec.properties(x.shape).causal
+    at = [i for i, axis in enumerate(bound.axes) if axis.name == "t"]
+    assert (causal is None) == (not at)
+    assume(at)
+    grid = 10 * x.reshape(bound.shape)
+    last = (
+        np.arange(bound.shape[at[0]]).reshape([-1 if i == at[0] else 1 for i in range(grid.ndim)])
+        == grid.shape[at[0]] - 1
+    )
+    moved = np.where(last, grid * np.random.default_rng(3).uniform(1.5, 4, grid.shape), grid)
+    y, z = (reference.forward(v.reshape(x.shape), spec).reshape(bound.shape) for v in (grid, moved))
+    earlier = np.abs(y - z)[~np.broadcast_to(last, grid.shape)]
+    assert earlier.max(initial=0) < SAME if causal else earlier.max() > DIFFERENT
+
+
+def test_cholesky_whitening_over_steps_is_causal() -> None:
+    for method, causal in (("cholesky", True), ("zca", False)):
+        spec = NormSpec("b t c -> t", scale=method, whiten="t")
+        law = spec.properties((6, 4, 3))
+        assert (law.causal, law.couples_time) == (causal, True)
+        x = np.random.default_rng(11).standard_normal((6, 4, 3))
+        later = x.copy()
+        later[:, 3] *= np.random.default_rng(12).uniform(1.5, 4, (6, 3))
+        earlier = reference.forward(x, spec)[:, :3], reference.forward(later, spec)[:, :3]
+        assert np.allclose(*earlier, atol=SAME) == causal
+
+
+@measured
 @given(problems(eps=0.1), st.floats(0.1, 3), st.floats(-2, 2), st.booleans())
 def test_the_canonical_form_is_the_same_function(
     problem: Any, gain: float, offset: float, weighted: bool

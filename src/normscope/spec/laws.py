@@ -151,7 +151,6 @@ def properties(spec: NormSpec, shape: Sequence[int] | None = None) -> Properties
     r_max, d_max = (spec.running.renorm if spec.running else None) or (1, 0)
     renormalizes = r_max > 1 or d_max > 0
     scale = "none" if renormalizes else _scale_invariance(spec)
-    has_time = "t" in spec.pattern.names
     return Properties(
         spec=spec,
         bound=bound,
@@ -160,7 +159,7 @@ def properties(spec: NormSpec, shape: Sequence[int] | None = None) -> Properties
         scale_invariance=scale,
         couples_samples=_couples_samples(spec, bound, erased + whitened),
         couples_time="t" in erased + whitened,
-        causal="t" not in erased + whitened if has_time else None,
+        causal=_causal(spec, erased, whitened),
         modes=("batch", "running") if spec.running else ("input",),
         state=_state(spec),
         train_differs_from_eval=spec.running is not None,
@@ -200,6 +199,15 @@ def _couples_samples(spec: NormSpec, bound: BoundSpec | None, mixed: tuple[str, 
     if bound is not None and names == (ELLIPSIS,):
         return any(axis.name == f"{ELLIPSIS}0" and not axis.kept and axis.size > 1 for axis in bound.axes)
     return any(name in mixed for name in names)
+
+
+def _causal(spec: NormSpec, erased: tuple[str, ...], whitened: tuple[str, ...]) -> bool | None:
+    """Sets that span steps look ahead, and so does whitening over steps, save by a Cholesky factor: its inverse is
+    triangular, and each row needs the covariance of the steps so far only."""
+    if "t" not in spec.pattern.names:
+        return None
+    looks_ahead = "t" in whitened and (spec.scale, spec.eps_at, spec.whiten) != ("cholesky", "variance", "t")
+    return "t" not in erased and not looks_ahead
 
 
 def _scale_invariance(spec: NormSpec) -> str:
