@@ -42,6 +42,13 @@ class FreezeProbe(Probe):
 
     name = "freeze"
 
+    def start(self, subject: Subject) -> str | None:
+        try:
+            subject.session.modes_after("train", "eval")
+        except Exception as error:  # an exported program, for instance, has no modes
+            return f"the model's own train() or eval() raised {type(error).__name__}: {error}"
+        return None
+
     def finish(self, subject: Subject) -> dict[str, Freeze]:
         names = ModuleNames(subject.model)
         in_train = subject.session.modes_after("train")
