@@ -82,9 +82,12 @@ def command(
             progress=step,
         )
     if format_ == "text":
-        from normscope.render.text import print_report
+        from normscope.render.text import print_report, to_text
 
-        print_report(report, console())
+        if sys.stdout.isatty():
+            print_report(report, console())
+        else:
+            sys.stdout.write(to_text(report))
     elif format_ == "github":
         from normscope.render.github import to_github
 

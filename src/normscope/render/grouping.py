@@ -48,6 +48,8 @@ def counted(number: int, noun: str) -> str:
 
 def shown(value: object) -> str:
     """An evidence value in at most a few significant digits."""
+    if value == "":
+        return "the model"
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, float):
