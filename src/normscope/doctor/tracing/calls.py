@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from normscope.doctor.tracing.ops import op_name
 from normscope.doctor.tracing.paths import Frame, ModuleNames, ModuleStack
-from normscope.reading import UnknownNormalization, read, read_call
+from normscope.doctor.tracing.readings import ModuleReading
+from normscope.reading import read_call
 
 if TYPE_CHECKING:
     from normscope.doctor.tracing.dataflow import Node
@@ -87,7 +88,7 @@ class NormCalls:
         self._keep_running = keep_running
         self._inside: Frame | None = None  # a normalization module that is running
         self._quiet = False  # while ``tell`` runs
-        self._before: tuple[_Read, dict[str, Tensor]] | None = None
+        self._before: tuple[ModuleReading, dict[str, Tensor]] | None = None
         self._contexts = ExitStack()
 
     def __enter__(self) -> NormCalls:
@@ -117,7 +118,7 @@ class NormCalls:
         if id(frame.module) in self._modules:
             self._inside = frame
             self._before = None
-            found = _read(frame.module, None)
+            found = self._names.readings.read(frame.module, None)
             self._before = found, self._kept(found.tensors, found.mode)
         elif self._graph is not None:
             self._graph.entered(frame, args)
@@ -138,7 +139,7 @@ class NormCalls:
         if given is None or not isinstance(output, Tensor) or self._before is None:
             return
         found, tensors = self._before
-        bound = _read(frame.module, given.dim())
+        bound = self._names.readings.read(frame.module, given.dim())
         call = NormCall(
             name=frame.path,
             path=frame.path,
@@ -209,7 +210,7 @@ class NormCalls:
                 True for _ in owner.children()
             )
             return owner if alone else None
-        spec = _read(owner, None).spec if id(owner) in self._modules else None
+        spec = self._names.readings.read(owner, None).spec if id(owner) in self._modules else None
         same = spec is not None and (spec.stats, spec.eps) == (reading.spec.stats, reading.spec.eps)
         return owner if same else None
 
@@ -238,25 +239,6 @@ class NormCalls:
             self._tell(call)
         finally:
             self._quiet = False
-
-
-@dataclass(frozen=True, eq=False)
-class _Read:
-    """What reading a module gave, an error kept as its reason."""
-
-    spec: NormSpec | None
-    reason: str
-    type_name: str
-    mode: str
-    tensors: dict[str, Tensor]
-
-
-def _read(module: nn.Module, ndim: int | None) -> _Read:
-    try:
-        found = read(module, input_ndim=ndim)
-    except (UnknownNormalization, ValueError) as error:
-        return _Read(None, str(error), type(module).__name__, "input", {})
-    return _Read(found.spec, "", found.type_name, found.mode_now, found.tensors)
 
 
 class _AsWritten(TorchFunctionMode):

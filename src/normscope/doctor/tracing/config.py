@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from normscope.doctor.tracing.paths import ModuleNames
 
 RMS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+LAYERS = ("... d -> ...", "b c ... -> b ...")
 LAYER = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 BATCH = ("batch_norm_eps",)
 
@@ -16,8 +17,11 @@ BATCH = ("batch_norm_eps",)
 def expected_eps(site: Site, names: ModuleNames) -> float | None:
     """The eps for a site of this kind in the nearest ``config`` above it; None where there is none.
 
-    A model of transformers keeps its settings in ``config``; a part taken from another model keeps its own.
+    A model of transformers keeps its settings in ``config``; a part taken from another model keeps its own. Nothing
+    is expected of a functional call: its author chose its eps there.
     """
+    if site.kind == "functional":
+        return None
     for module in names.ancestors(site.path):
         config = module.__dict__.get("config")
         if config is None:
@@ -35,7 +39,9 @@ def _keys(site: Site) -> tuple[str, ...]:
         return RMS
     if site.spec.running is not None:
         return BATCH
-    return LAYER if site.spec.center else RMS
+    if not site.spec.center:
+        return RMS
+    return LAYER if site.spec.stats in LAYERS else ()
 
 
 def _get(config: Any, key: str) -> Any:

@@ -183,6 +183,8 @@ class Dataflow:
         node = Node(len(self.nodes), op, role, frame.path, frame.module, inputs)
         for value in {id(value): value for value in inputs}.values():
             value.readers.append(node)
+        if role in ("conv", "linear", "embedding") and len(inputs) < 2:
+            node.role = role = "other"  # its weight is packed, as in quantized models
         if role == "linear":
             _linear(node)
         elif role in ("conv", "embedding"):
@@ -225,7 +227,7 @@ def _axes_of_view(
 ) -> Axes:
     try:
         return view_axes(op, args, kwargs, before, after)
-    except (IndexError, KeyError, TypeError, ValueError):
+    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError):
         return (None,) * len(after)  # a spelling of the call that is not known here
 
 

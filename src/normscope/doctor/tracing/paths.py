@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from normscope.doctor.session import clean_path
+from normscope.doctor.tracing.readings import Readings
 
 
 class ModuleNames:
@@ -21,6 +22,7 @@ class ModuleNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.readings = Readings()
         self.modules: dict[int, nn.Module] = {}
         """by id"""
         self.held: dict[int, torch.Tensor] = {}

@@ -1,0 +1,48 @@
+"""Readings of modules while they run, each made once: reading takes longer than many small forwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from normscope.reading import UnknownNormalization, read
+
+if TYPE_CHECKING:
+    from normscope.spec import NormSpec
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleReading:
+    """What reading a module gave; an error is kept as the reason why there is no spec."""
+
+    spec: NormSpec | None
+    reason: str
+    type_name: str
+    mode: str
+    tensors: dict[str, Tensor]
+
+
+class Readings:
+    """Reads modules by rank of their input and by the flags that decide their mode."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int | None, bool, bool], ModuleReading] = {}
+
+    def read(self, module: nn.Module, ndim: int | None) -> ModuleReading:
+        key = (id(module), ndim, module.training, bool(getattr(module, "track_running_stats", False)))
+        if key not in self._known:
+            self._known[key] = _read(module, ndim)
+        known = self._known[key]
+        # buffers may have been bound to other tensors, and parametrized weights are computed anew
+        tensors = {name: getattr(module, name, tensor) for name, tensor in known.tensors.items()}
+        return replace(known, tensors=tensors)
+
+
+def _read(module: nn.Module, ndim: int | None) -> ModuleReading:
+    try:
+        found = read(module, input_ndim=ndim)
+    except (UnknownNormalization, ValueError) as error:
+        return ModuleReading(None, str(error), type(module).__name__, "input", {})
+    return ModuleReading(found.spec, "", found.type_name, found.mode_now, found.tensors)
