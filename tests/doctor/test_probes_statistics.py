@@ -237,6 +237,16 @@ def test_every_place_of_eps_has_its_shrinkage(eps_at: str, expected: float) -> N
     assert seen.shrinkage[1] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_an_eps_of_none_is_that_of_the_computing_dtype(dtype: torch.dtype) -> None:
+    """PyTorch computes half types in float32, and takes its epsilon: the output shows which it was."""
+    x = (0.01 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))).to(dtype)
+    spec = families.rms_norm(eps=None)
+    assert sets(x, spec).eps == torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    seen = precision(event(x, spec, torch.nn.functional.rms_norm(x, (64,))))
+    assert 0 < seen.error <= 4 * seen.allowed
+
+
 def test_constant_sets_are_no_live_sets() -> None:
     x = torch.randn(8, 4, 6, 6)
     x[:, 2] = 5.0

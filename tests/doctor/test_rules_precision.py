@@ -175,3 +175,11 @@ def test_ns405_a_gain_that_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ns405_is_silent_on_rounding_that_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(monkeypatch, lambda y: y * (1 + 2.0**-15))
     assert findings(nn.LayerNorm(64), torch.randn(8, 64)) == []
+
+
+def test_random_inputs_decide_nothing_about_the_users_data() -> None:
+    report = normscope.check(
+        nn.Sequential(nn.LayerNorm(64)), torch.randn(8, 64), select=RULES, synthetic=True
+    )
+    assert [n.code for n in report.not_run] == ["NS403", "NS404"]
+    assert report.passed == ("NS405",)

@@ -196,9 +196,18 @@ def denominators(under_root: Array, spec: NormSpec, eps: float) -> Array:
         return denominator(under_root, eps, spec.eps_at)[0]
 
 
-def working_eps(spec: NormSpec, dtype: torch.dtype) -> float:
-    """The spec's eps; the machine epsilon of the input's dtype where the spec has None."""
-    return float(torch.finfo(dtype).eps) if spec.eps is None else float(spec.eps)
+def working_dtype(spec: NormSpec, given: torch.dtype) -> torch.dtype:
+    """The dtype the statistics are computed in, for an input of dtype ``given``."""
+    compute = spec.cast.compute
+    if compute is None:
+        return torch.promote_types(given, torch.float32)
+    named: torch.dtype = given if compute == "input" else getattr(torch, compute)
+    return named
+
+
+def working_eps(spec: NormSpec, given: torch.dtype) -> float:
+    """The spec's eps; the machine epsilon of the computing dtype where the spec has None."""
+    return float(torch.finfo(working_dtype(spec, given)).eps) if spec.eps is None else float(spec.eps)
 
 
 def sets_of(event: Event) -> Sets | str:

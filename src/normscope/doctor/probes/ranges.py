@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from normscope.doctor.probes import Probe
-from normscope.doctor.sets import sets_of
+from normscope.doctor.sets import sets_of, working_dtype
 
 if TYPE_CHECKING:
     from normscope.doctor.site import Event, Site
@@ -83,15 +83,11 @@ class RangeOfActivations(Probe):
         return self.found
 
 
-def working_dtype(site: Site, spec: NormSpec, given: torch.dtype) -> torch.dtype:
-    """The dtype the statistics are computed in: as the spec says, else by the rule of PyTorch's own layers."""
-    compute = spec.cast.compute
-    if compute == "input" or (compute is None and site.kind in WRITTEN_BY_HAND):
+def dtype_at(site: Site, spec: NormSpec, given: torch.dtype) -> torch.dtype:
+    """The dtype the statistics of a site are computed in; by hand and without a cast it is the input's own."""
+    if spec.cast.compute is None and site.kind in WRITTEN_BY_HAND:
         return given
-    if compute is not None:
-        named: torch.dtype = getattr(torch, compute)
-        return named
-    return torch.promote_types(given, torch.float32)
+    return working_dtype(spec, given)
 
 
 def _ranges(event: Event) -> Ranges:
@@ -100,7 +96,7 @@ def _ranges(event: Event) -> Ranges:
     finite = _finite(event.output)
     # Where stored statistics normalize, the size of the input matters only to explain an output that is not finite.
     largest = max(abs(float(x.amax())), abs(float(x.amin()))) if squared or not finite else 0.0
-    working = working_dtype(event.site, event.spec, x.dtype)
+    working = dtype_at(event.site, event.spec, x.dtype)
     square = total = 0.0
     size = 0
     if squared:
@@ -115,7 +111,7 @@ def _ranges(event: Event) -> Ranges:
         dtype=_name(x.dtype),
         working=_name(working),
         squares_as_input=working == x.dtype
-        and working_dtype(event.site, event.spec, torch.float16) == torch.float16,
+        and dtype_at(event.site, event.spec, torch.float16) == torch.float16,
         largest=largest,
         square=square,
         sum_of_squares=total,

@@ -59,7 +59,7 @@ WRONG = 0.01
 MOST = 0.5
 
 
-@rule("NS402", "constant-set", kinds="D", needs=("statistics", "precision"))
+@rule("NS402", "constant-set", kinds="D", needs=("statistics", "precision"), real_data=True)
 def check(subject: Subject) -> Iterator[Finding]:
     for site in subject.known():
         seen = [

@@ -58,7 +58,7 @@ MEASURED = ((0.1, "error"), (0.01, "warning"), (0.001, "info"))
 PREDICTED = ((0.3, "warning"), (0.05, "info"))
 
 
-@rule("NS403", "ill-conditioned", kinds="D", needs=("precision",))
+@rule("NS403", "ill-conditioned", kinds="D", needs=("precision",), real_data=True)
 def check(subject: Subject) -> Iterator[Finding]:
     for site in subject.known():
         seen = subject.measured["precision"].get(site.name)

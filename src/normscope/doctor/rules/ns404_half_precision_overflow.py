@@ -59,7 +59,7 @@ LOST = 0.5
 """error in standard deviations from which the output is nothing like the reference"""
 
 
-@rule("NS404", "half-precision-overflow", kinds="D", needs=("ranges", "precision"))
+@rule("NS404", "half-precision-overflow", kinds="D", needs=("ranges", "precision"), real_data=True)
 def check(subject: Subject) -> Iterator[Finding]:
     for site in subject.known():
         seen = subject.measured["ranges"].get(site.name)
