@@ -59,6 +59,8 @@ class EffectiveSamplesProbe(Probe):
             return "no site normalizes by batch statistics in training"
         if subject.synthetic:
             return "the inputs are random numbers; needs real data"
+        if subject.batch_size < 2:
+            return "one sample is no training batch: pass one like those in training"
         return None
 
     def observe(self, event: Event) -> None:

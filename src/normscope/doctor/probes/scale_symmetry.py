@@ -49,7 +49,8 @@ class Symmetry:
     """largest over the sets"""
     median_cosine: float
     norm: float
-    """Euclidean norm of the weight: with learning rate r, its effective learning rate is r / norm^2"""
+    """Euclidean norm of the weight, with its bias where that belongs to the symmetry: with learning rate r, the
+    effective learning rate is r / norm^2"""
     invariant: bool
     change: float | None = None
     """relative change of the model's output when all candidates are doubled; None where it is no candidate"""

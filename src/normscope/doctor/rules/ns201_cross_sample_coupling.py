@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.report import Finding
+from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import number, plural
 
@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 
 
 @rule("NS201", "cross-sample-coupling", kinds="D", needs=("companions",))
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
+    if subject.runs.get("batch_companions"):
+        yield NotRun("NS201", subject.runs["batch_companions"])
+        return
     measured = subject.measured["companions"]
     ordered = sorted(measured.batch.items(), key=lambda item: item[1].order)
     first = next(((name, c) for name, c in ordered if c.responsible), None)

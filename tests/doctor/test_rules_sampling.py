@@ -1,0 +1,375 @@
+"""NS201, NS202, NS203, NS205, NS304 and NS701: for each a faulty and an innocent model, and what must stay silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.doctor.report import Finding, Report
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def images(count: int, scale: float = 1.0) -> torch.Tensor:
+    """Spatially correlated, with an offset for each image, as photographs have."""
+    fine = nn.functional.interpolate(torch.randn(count, 3, 4, 4), size=(12, 12), mode="bilinear")
+    return scale * (fine + 0.5 * torch.randn(count, 3, 1, 1) + 0.2 * torch.randn(count, 3, 12, 12))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
+
+
+def convolutional() -> nn.Sequential:
+    stem = (nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+    return nn.Sequential(
+        *stem, Residual(16), Residual(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)
+    )
+
+
+def settled(model: nn.Module, draw: Callable[[int], object] = images, steps: int = 100) -> nn.Module:
+    """Running statistics over batches of 32 of what the model is for."""
+    model.train()
+    with torch.no_grad():
+        for _ in range(steps):
+            x = draw(32)
+            model(*x) if isinstance(x, tuple) else model(x)
+    return model.eval()
+
+
+def findings(report: Report, code: str) -> list[Finding]:
+    assert not [entry for entry in report.not_run if "internal error" in entry.reason], report.not_run
+    return [f for f in report.findings if f.code == code]
+
+
+def reasons(report: Report, code: str) -> list[str]:
+    return [entry.reason for entry in report.not_run if entry.code == code]
+
+
+class TestTrainEvalGap:
+    def check(self, model: nn.Module, x: object) -> list[Finding]:
+        return findings(normscope.check(model, x, select=["NS304"]), "NS304")
+
+    @pytest.mark.parametrize("samples", [4, 8, 16, 64])
+    def test_right_inputs_are_silent(self, samples: int) -> None:
+        assert self.check(settled(convolutional()), images(samples)) == []
+
+    @pytest.mark.parametrize("scale", [255.0, 1 / 255, 2.0])
+    def test_wrong_scale_is_told_at_the_stem(self, scale: float) -> None:
+        (found,) = self.check(settled(convolutional()), images(8, scale))
+        assert found.site == "1"
+        assert found.severity in ("warning", "error")
+        assert found.evidence["variance_ratio"] == pytest.approx(scale**2, rel=0.6, abs=1e-4)  # eps is in it
+        assert found.evidence["significant"] is True
+
+    def test_a_shift_of_half_a_standard_deviation(self) -> None:
+        model = settled(convolutional())
+        with torch.no_grad():
+            norm = model[3].bn2
+            norm.running_mean += 0.5 * norm.running_var.sqrt()
+        (found,) = self.check(model, images(16))
+        assert found.site == "3.bn2"
+        assert found.also == ()
+        assert found.evidence["shift_in_standard_deviations"] == pytest.approx(0.5, abs=0.2)
+
+    def test_later_sites_are_listed_under_the_first(self) -> None:
+        model = settled(convolutional())
+        with torch.no_grad():
+            for norm in (model[3].bn1, model[4].bn2):
+                norm.running_var *= 5
+        (found,) = self.check(model, images(16))
+        assert found.site == "3.bn1"
+        assert [f.site for f in found.also] == ["4.bn2"]
+
+    def test_whole_message(self) -> None:
+        model = settled(nn.Sequential(nn.BatchNorm1d(4)), lambda n: torch.randn(n, 4))
+        with torch.no_grad():
+            model[0].running_mean[:] = 0
+            model[0].running_var[:] = 1
+            model[0].running_var[0] = 1.5  # not the initial values
+        # mean 2.03; the variance 16/15 is more than 1 and less than 1.5, so no common factor
+        x = torch.tensor([[1.0], [3.0]]).repeat(8, 4) + torch.arange(64.0).reshape(16, 4) * 1e-3
+        (found,) = self.check(model, x)
+        assert found.message == (
+            "this batch does not look like the stored statistics: means are off by 1.95 standard deviations, variances "
+            "by a factor of 1 (beyond sampling error in 100 % and 0 % of 4 channels, 16 samples)."
+        )
+
+    def test_too_few_samples_are_a_reason_and_not_silence(self) -> None:
+        report = normscope.check(settled(convolutional()), images(3), select=["NS304"])
+        assert reasons(report, "NS304") == ["cannot tell with 3 samples: pass at least 8"]
+        assert "NS304" not in report.passed
+
+    def test_copies_make_it_information(self) -> None:
+        (found,) = self.check(settled(convolutional()), images(2, 255.0)[[0, 0, 0, 0, 0, 1, 1, 1]])
+        assert found.severity == "info"
+        assert found.message.endswith(
+            "The samples are not independent, so this may be chance: only 2 of 8 samples are distinct (copies)."
+        )
+
+    def test_large_but_unproven_is_information(self) -> None:
+        # four values with mean 0.7 and standard deviation 1.4: t = 1
+        model = settled(nn.Sequential(nn.BatchNorm1d(40)), lambda n: torch.randn(n, 40))
+        (found,) = self.check(model, torch.tensor([[-0.9], [0.1], [1.2], [2.4]]) + 0.01 * torch.randn(4, 40))
+        assert found.severity == "info"
+        assert found.message.endswith("Large, but not significant with so few samples: pass more.")
+
+    def test_recalibrated_with_momentum_none_is_silent(self) -> None:
+        model = convolutional()
+        for norm in model.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.momentum = None
+        assert self.check(settled(model, steps=10), images(16)) == []
+
+    def test_initial_statistics_are_left_to_their_own_rule(self) -> None:
+        report = normscope.check(convolutional(), images(8), select=["NS304"])
+        assert findings(report, "NS304") == []
+        assert set(reasons(report, "NS304")) == {
+            "its running statistics are at their initial values, there is nothing to compare"
+        }
+
+    def test_frozen_norms_are_not_judged(self) -> None:
+        class Frozen(nn.BatchNorm2d):
+            def train(self, mode: bool = True) -> Frozen:
+                return super().train(False)
+
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), Frozen(8))
+        with torch.no_grad():
+            model[1].running_mean.normal_()
+        assert self.check(model, images(8)) == []
+
+    def test_one_element_sets_in_eval_are_silent(self) -> None:
+        model = settled(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), lambda n: torch.randn(n, 6))
+        report = normscope.check(model, torch.randn(1, 6), select=["NS2", "NS304"])
+        assert report.findings == ()
+
+    def test_dropout_is_off_while_measuring(self) -> None:
+        model = settled(
+            nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8)), lambda n: torch.randn(n, 6)
+        )
+        (found,) = self.check(model, torch.randn(64, 6))
+        assert found.evidence["variance_ratio"] < 0.7  # stored with dropout on, met without it
+
+
+class TestCoupling:
+    def test_batch_norm_couples_in_training(self) -> None:
+        report = normscope.check(settled(convolutional()), images(8), select=["NS201", "NS202"])
+        (found,) = findings(report, "NS201")
+        assert (found.site, found.severity, found.mode) == ("1", "info", "train")
+        assert found.evidence["sites"] == 5
+        assert found.evidence["strength"] > 0.2
+        assert findings(report, "NS202") == []
+        assert "NS202" in report.passed
+
+    @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 8), nn.InstanceNorm2d(8), nn.Identity()])
+    def test_nothing_coupled_is_silent(self, norm: nn.Module) -> None:
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(800, 4), nn.LayerNorm(4)
+        )
+        report = normscope.check(model, images(8), select=["NS201", "NS202"])
+        assert report.findings == ()
+        assert {"NS201", "NS202"} <= set(report.passed)
+
+    def test_batch_statistics_in_eval(self) -> None:
+        model = settled(convolutional())
+        bad = nn.BatchNorm2d(16, track_running_stats=False)
+        model[3].bn2 = bad
+        (found,) = findings(normscope.check(model.eval(), images(8), select=["NS202"]), "NS202")
+        assert (found.site, found.severity) == ("3.bn2", "error")
+        assert found.evidence["mode_in_eval"] == "batch"
+        assert found.evidence["strength_at_output"] > 0
+
+    def test_functional_call_with_a_hard_wired_flag(self) -> None:
+        class Wired(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mix = nn.Linear(6, 6)
+                self.register_buffer("mean", torch.zeros(6))
+                self.register_buffer("var", torch.ones(6))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return nn.functional.batch_norm(self.mix(x), self.mean, self.var, training=True)
+
+        (found,) = findings(normscope.check(Wired(), torch.randn(8, 6), select=["NS202"]), "NS202")
+        assert "batch_norm" in found.site
+
+    def test_another_operation_over_the_batch_is_told_without_a_site(self) -> None:
+        class Centred(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.LayerNorm(6)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.norm(x + x.softmax(0))
+
+        (found,) = findings(normscope.check(Centred(), torch.randn(8, 6), select=["NS202"]), "NS202")
+        assert (found.site, found.severity) == ("", "warning")
+
+    def test_dropout_and_noise_of_eval_are_no_coupling(self) -> None:
+        class Noisy(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.LayerNorm(6)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.norm(nn.functional.dropout(x, 0.5, training=True) + torch.randn_like(x))
+
+        assert normscope.check(Noisy(), torch.randn(8, 6), select=["NS201", "NS202"]).findings == ()
+
+    def test_one_sample_is_a_reason(self) -> None:
+        report = normscope.check(settled(convolutional()), images(1), select=["NS201", "NS202"])
+        assert report.findings == ()
+        for code in ("NS201", "NS202"):
+            assert reasons(report, code) == ["a batch of 1 sample has no companions: pass at least 2 samples"]
+
+
+class TestEffectiveSamples:
+    def check(self, model: nn.Module, x: torch.Tensor) -> list[Finding]:
+        return findings(normscope.check(model, x, select=["NS203"]), "NS203")
+
+    def test_enough_samples_are_silent(self) -> None:
+        assert self.check(settled(convolutional()), images(32)) == []
+
+    def test_few_samples_are_information(self) -> None:
+        (found,) = self.check(
+            settled(nn.Sequential(nn.BatchNorm1d(6)), lambda n: torch.randn(n, 6)), torch.randn(8, 6)
+        )
+        assert found.severity == "info"
+        assert found.message == (
+            "in training on batches like this one, statistics of 8 x 1 elements rest on about 8 independent values, "
+            "so a batch mean strays by 0.354 standard deviations."
+        )
+
+    def test_copies_are_a_warning(self) -> None:
+        (found,) = self.check(settled(convolutional()), images(2).repeat(8, 1, 1, 1))
+        assert found.severity == "warning"
+        assert found.evidence["distinct_samples"] == 2
+        assert found.evidence["effective_values"] < 16
+        assert found.evidence["elements"] >= 16 * 100
+
+    def test_norms_that_do_not_use_the_batch_are_not_asked(self) -> None:
+        report = normscope.check(nn.Sequential(nn.LayerNorm(6)), torch.randn(4, 6), select=["NS203"])
+        assert reasons(report, "NS203") == ["no site normalizes by batch statistics in training"]
+
+
+class Shared(nn.Module):
+    """One encoder for two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return (self.encoder(first) - self.encoder(second)).abs().mean((2, 3))
+
+
+class TestSharedNorm:
+    def check(self, model: nn.Module, x: object) -> Report:
+        return normscope.check(model, x, select=["NS205", "NS304"])
+
+    @pytest.mark.parametrize("samples", [4, 8, 32])
+    def test_siamese_calls_on_like_distributions_are_silent(self, samples: int) -> None:
+        model = settled(Shared(), lambda n: (images(n), images(n)))
+        report = self.check(model, (images(samples), images(samples)))
+        assert report.findings == ()
+        assert {"NS205", "NS304"} <= set(report.passed)
+
+    def test_two_views_of_each_sample_are_silent(self) -> None:
+        def views(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x = images(n)
+            return x, x.flip(-1) + 0.1 * torch.randn_like(x)
+
+        assert self.check(settled(Shared(), views), views(8)).findings == ()
+
+    def test_two_kinds_of_input(self) -> None:
+        def kinds(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return images(n), 3 * images(n) + 2
+
+        report = self.check(settled(Shared(), kinds), kinds(16))
+        (found,) = findings(report, "NS205")
+        assert (found.site, found.severity) == ("encoder.1", "warning")
+        assert found.evidence["calls"] == 2
+        # the statistics are the average over the calls, and that is what was stored
+        assert findings(report, "NS304") == []
+
+    def test_a_constant_offset_between_the_calls_is_seen_though_samples_vary_more(self) -> None:
+        def offset(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x = images(n)
+            return x, x + 1
+
+        (found,) = findings(self.check(settled(Shared(), offset), offset(6)), "NS205")
+        assert found.evidence["share_of_channels_mean"] > 0.5
+
+
+class TestPadding:
+    lengths = torch.tensor([[10], [8], [6], [5]])
+    mask = torch.arange(10) < lengths
+
+    def check(self, model: nn.Module, x: object) -> list[Finding]:
+        return findings(normscope.check(model, x, mask=self.mask, select=["NS701"]), "NS701")
+
+    def test_group_norm_over_time(self) -> None:
+        model = nn.Sequential(nn.Conv1d(6, 6, 1), nn.GroupNorm(2, 6), nn.ReLU(), nn.GroupNorm(3, 6))
+        (found,) = self.check(model, torch.randn(4, 6, 10))
+        assert (found.site, found.severity) == ("1", "warning")
+        assert found.evidence["relative_change_other_content"] > 0.01
+        assert found.evidence["relative_change_more_padding"] > 0.01
+        assert found.evidence["output_change_other_content"] > 0
+
+    def test_running_statistics_and_norms_over_features_are_silent(self) -> None:
+        model = nn.Sequential(nn.Conv1d(6, 6, 1), nn.BatchNorm1d(6), nn.ReLU())
+        assert self.check(model, torch.randn(4, 6, 10)) == []
+        assert self.check(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), torch.randn(4, 10, 6)) == []
+
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_masked_attention_is_silent(self, fused: bool) -> None:
+        class Encoder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+                self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=fused)
+
+            def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+                return self.encoder(x, src_key_padding_mask=~mask)
+
+        assert self.check(Encoder(), (torch.randn(4, 10, 8), self.mask)) == []
+
+    def test_attention_without_its_mask_is_told_without_a_site(self) -> None:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        (found,) = self.check(nn.TransformerEncoder(layer, 1), torch.randn(4, 10, 8))
+        assert (found.site, found.severity) == ("", "info")
+
+    def test_a_masked_norm_is_silent(self) -> None:
+        class Masked(nn.Module):
+            """Statistics over time of valid positions alone, then a layer norm."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.LayerNorm(6)
+
+            def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+                m = mask[..., None].to(x)
+                mean = (x * m).sum(1, keepdim=True) / m.sum(1, keepdim=True)
+                var = (((x - mean) * m) ** 2).sum(1, keepdim=True) / m.sum(1, keepdim=True)
+                return self.norm((x - mean) / (var + 1e-5).sqrt())
+
+        assert self.check(Masked(), (torch.randn(4, 10, 6), self.mask)) == []
+
+    def test_no_mask_is_a_reason(self) -> None:
+        report = normscope.check(nn.LayerNorm(6), torch.randn(4, 10, 6), select=["NS701"])
+        assert reasons(report, "NS701") == ["needs a mask: pass mask= (True at valid positions)"]
