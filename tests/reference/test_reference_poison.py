@@ -77,6 +77,20 @@ def test_poison_stays_in_its_set(poison: float) -> None:
     assert np.isnan(dx[1]).any()
 
 
+@pytest.mark.filterwarnings("error")
+def test_poison_reaches_the_state_of_its_channel_without_a_warning() -> None:
+    x = np.random.default_rng(8).standard_normal((5, 3))
+    x[0, 1], x[1, 1] = np.inf, -np.inf
+    spec = NormSpec("b c -> c", running=Running())
+    state = reference.RunningState(np.zeros(3), np.ones(3))
+    after = reference.update_running(state, x, spec)
+    np.testing.assert_array_equal(np.isnan(after.mean), [False, True, False])
+    np.testing.assert_array_equal(np.isnan(after.var), [False, True, False])
+    assert np.isnan(reference.forward(x, spec)[:, 1]).all()
+    assert np.isnan(reference.vjp(x, x, spec)[0][:, 1]).all()
+    assert np.isfinite(reference.jacobian(x, spec)[:, 0, :, 0]).all()
+
+
 def test_poison_under_a_mask_reaches_nothing() -> None:
     rng = np.random.default_rng(3)
     x, lengths = rng.standard_normal((4, 6, 3)), np.array([6, 2, 1, 0])

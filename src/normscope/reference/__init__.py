@@ -6,7 +6,7 @@ code with what it checks, and imports NumPy alone. A specification is read by th
 How exact it is: statistics take two passes about a pivot near the mean, so that the centered elements are right to
 a few ulp of float64 whatever the level of the input, and exactly 0 in a constant set. A sum over n elements adds up
 to n ulp to a variance in the worst case, about sqrt(n) ulp as a rule; it runs in the order of the elements, so the
-result is the same on every machine with IEEE arithmetic.
+result is the same on every machine with IEEE arithmetic (whitening, which calls LAPACK, aside).
 """
 
 from normscope.reference.forward import forward, statistics

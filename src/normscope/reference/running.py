@@ -87,6 +87,7 @@ def read_state(running: Any, inputs: Inputs) -> State:
     return State(mean.ravel(), axes.label(names), var.reshape(-1, *entry), axes.label(var_names))
 
 
+@np.errstate(all="ignore")  # NaN and infinities in x are passed on to the state, as in PyTorch
 def update_running(running: Any, x: ArrayLike, spec: Any, mask: ArrayLike | None = None) -> Any:
     """The state after one training batch; ``running`` itself is not changed.
 
