@@ -245,6 +245,58 @@ def test_what_only_resembles_a_norm_is_no_site(body: Body, inlined: bool) -> Non
     assert found(body, inlined) == []
 
 
+class BatchNormByHand(nn.Module):
+    """As taught: batch statistics in training, stored ones in eval; ``kept`` says how they are stored."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.gamma, self.beta = nn.Parameter(torch.ones(1, 6)), nn.Parameter(torch.zeros(1, 6))
+        if kept == "buffer":
+            self.register_buffer("moving_mean", torch.zeros(1, 6))
+            self.register_buffer("moving_var", torch.ones(1, 6))
+        else:
+            self.moving_mean, self.moving_var = torch.zeros(1, 6), torch.ones(1, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            y = (x - self.moving_mean) / torch.sqrt(self.moving_var + 1e-5)
+        else:
+            mean = x.mean(dim=0)
+            variance = ((x - mean) ** 2).mean(dim=0)
+            y = (x - mean) / torch.sqrt(variance + 1e-5)
+            self.moving_mean = 0.9 * self.moving_mean + 0.1 * mean
+            self.moving_var = 0.9 * self.moving_var + 0.1 * variance
+        return self.gamma * y + self.beta
+
+
+@pytest.mark.parametrize("kept", ["buffer", "attribute"])
+def test_a_batch_norm_by_hand_is_found_in_eval_mode_too_and_its_modes_are_seen(kept: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), BatchNormByHand(kept), nn.Linear(6, 6)).eval()
+    with Session(model) as session:
+        (site,) = find_sites(session, (torch.randn(4, 6),))
+    assert (site.name, site.kind) == ("1", "hand-written")
+    assert (site.mode_train, site.mode_eval, site.mode_now) == ("batch", "running", "running")
+    assert [n.path for n in (*site.calls[0].fed_by, *site.calls[0].feeds)] == ["0", "2"]
+
+
+def test_a_diffusion_step_and_an_input_scaling_are_no_norms() -> None:
+    class Innocent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(6))
+            self.register_buffer("std", torch.ones(6))
+            self.register_buffer("alphas", torch.linspace(0.1, 0.9, 6))
+            self.net = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = (x - self.mean) / self.std
+            noise = self.net(x)
+            return (x - (1 - self.alphas) / torch.sqrt(1 - self.alphas) * noise) / torch.sqrt(self.alphas)
+
+    with Session(Innocent()) as session:
+        assert find_sites(session, (torch.randn(4, 6),)) == []
+
+
 def test_a_norm_by_hand_used_twice_is_one_site_with_two_calls() -> None:
     part = Part(textbook)
     with Session(nn.Sequential(part, nn.Linear(6, 6), part)) as session:

@@ -94,6 +94,7 @@ def _follow(
 ) -> None:
     """One forward in eval mode: fills the calls of ``sites`` and adds those that are not modules."""
     found: list[tuple[Node, Site, Call]] = []
+    stored: set[str] = set()
 
     def add(site: Site, node: Node, spec: NormSpec | None, mode: str) -> None:
         x = node.inputs[0]
@@ -107,7 +108,9 @@ def _follow(
     def tell_written(norm: WrittenNorm) -> None:
         site = _written_site(norm)
         norm.node.site = site.name
-        add(site, norm.node, None, "input")
+        if norm.stored:
+            stored.add(site.name)
+        add(site, norm.node, None, "running" if norm.stored else "input")
 
     modules = {id(site.module) for site in sites.values()}
     graph = Graph(names.held.values(), (args, kwargs), tell_written)
@@ -118,7 +121,11 @@ def _follow(
         if not site.calls and call.spec is not None:
             site.spec = call.spec
         site.calls.append(call)
-    switching = [site for site in sites.values() if site.kind != "module" and site.has_running_state]
+    switching = [
+        site
+        for site in sites.values()
+        if site.kind != "module" and (site.has_running_state or site.name in stored)
+    ]
     if switching:
         in_train = _modes_in_train(session, names, modules, args, kwargs)
         for site in switching:
@@ -160,6 +167,9 @@ def _written_site(norm: WrittenNorm) -> Site:
         type_name=type_name,
         module=module if norm.own_module else None,
         reason="hand-written; not identified",
+        mode_train="running" if norm.stored else "input",
+        mode_eval="running" if norm.stored else "input",
+        mode_now="running" if norm.stored else "input",
         tensors={key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)},
     )
 
@@ -167,9 +177,14 @@ def _written_site(norm: WrittenNorm) -> Site:
 def _modes_in_train(
     session: Session, names: ModuleNames, modules: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, str]:
-    """Modes of functional calls in a forward in train mode; none where the model cannot run so on these inputs."""
+    """Modes of what is not a module in a forward in train mode; none where the model cannot run so on these inputs."""
     modes: dict[str, str] = {}
-    calls = NormCalls(names, modules, lambda call: modes.update({call.name: call.mode}))
+
+    def tell_written(norm: WrittenNorm) -> None:
+        modes[_written_site(norm).name] = "running" if norm.stored else "batch"
+
+    graph = Graph(names.held.values(), (args, kwargs), tell_written)
+    calls = NormCalls(names, modules, lambda call: modes.update({call.name: call.mode}), graph=graph)
     with contextlib.suppress(Exception):
         session.forward(args, kwargs, mode="train", watch=(calls,))
     return modes

@@ -2,7 +2,7 @@
 
 A norm takes a second moment of x (a variance, a mean of squares, a 2-norm), its root, and divides by it something that
 is x up to centering, constant factors, casts and views. Softmax, attention, gates and losses lack one of the steps or
-divide something else.
+divide something else. A norm in eval mode has its moments stored: it subtracts one and divides by the root of another.
 
 ==========  ===========================================================================
 label       what a value with it is, for one x
@@ -26,6 +26,7 @@ from torch import Tensor
 from normscope.doctor.tracing import ops
 from normscope.doctor.tracing.dataflow import Dataflow, Node, Value, tensors_in
 from normscope.doctor.tracing.paths import Frame
+from normscope.doctor.tracing.stored import StoredRoots
 
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 SUMS = ("mean", "sum", "nanmean", "nansum")
@@ -51,6 +52,8 @@ class WrittenNorm:
     input: Value
     output: Value
     frame: Frame
+    stored: bool = False
+    """it normalizes by statistics that were there before"""
     own_module: bool = False
 
 
@@ -75,6 +78,7 @@ class WrittenNorms:
         self._normalized: dict[Value, Value] = {}
         """a norm's output -> the origin of what it normalizes"""
         self._open: dict[Frame, _Open] = {}
+        self._stored = StoredRoots()
 
     def entered(self, frame: Frame, args: tuple[Any, ...]) -> None:
         given = [self._flow.value(tensor) for tensor in tensors_in(args)]
@@ -90,14 +94,15 @@ class WrittenNorms:
             given = {*forward.given, *(self._flow.value(tensor) for tensor in tensors_in(kwargs.values()))}
             source = next((value for value in self._same(hit.input) if value in given), None)
             if source is not None and hit.output in self._same(result):
-                forward.hits = [WrittenNorm(hit.node, source, result, frame, own_module=True)]
+                forward.hits = [replace(hit, input=source, output=result, own_module=True)]
         for hit in forward.hits:
             _collapse(hit, forward.first)
         return forward.hits
 
     def follow(self, frame: Frame, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Label what a new node made."""
-        if not node.inputs or not node.outputs[0].data:
+        if not node.outputs[0].data:
+            self._stored.follow(node, args)
             return
         step = _STEPS.get(node.op)
         if step is not None:
@@ -157,6 +162,8 @@ class WrittenNorms:
         for x, factor in (node.inputs[:2], node.inputs[1::-1]):
             if self._divides(x, factor, "inverse"):
                 return self._hit(frame, node, x, factor)
+            if self._divides_stored(frame, node, x, factor, "inverse"):
+                return None
         left, right = node.inputs[:2]
         if self._whole(left) and self._whole(right) and self._origin(left) is self._origin(right):
             return self._label(node, Label("square", self._origin(left), left, node))
@@ -169,6 +176,8 @@ class WrittenNorms:
         left, right = node.inputs[:2]
         if self._divides(left, right, "root"):
             return self._hit(frame, node, left, right)
+        if self._divides_stored(frame, node, left, right, "root"):
+            return None
         label = self._labels.get(right)
         if label is not None:
             if label.kind == "root" and self._constant(left):
@@ -264,6 +273,19 @@ class WrittenNorms:
         reduced = set(self._same(label.source))
         common = next(value for value in self._same(x) if value in reduced)
         forward.hits.append(WrittenNorm(node, self._given(common), node.outputs[0], frame))
+
+    def _divides_stored(self, frame: Frame, node: Node, x: Value, by: Value, kind: str) -> bool:
+        """A hit where x, less something stored, is divided by a root of something stored."""
+        forward = self._open.get(frame)
+        if forward is None or by.data or self._stored.kind(by) != kind or not self._whole(x):
+            return False
+        for value in self._same(x):
+            made = value.node
+            if made is not None and made.op == "sub" and self._stored.kind(made.inputs[-1]) == "stored":
+                given = self._given(self._parents[value])
+                forward.hits.append(WrittenNorm(node, given, node.outputs[0], frame, stored=True))
+                return True
+        return False
 
     def _given(self, value: Value) -> Value:
         """Before the casts and the centering that belong to the norm."""
