@@ -384,3 +384,16 @@ def test_an_unknown_mode_and_a_closed_session_are_errors():
     closed = "a session runs inside `with Session(model) as session:`, and this one is not open"
     with pytest.raises(RuntimeError, match=whole(closed)):
         session.forward((torch.randn(4, 6),))
+
+
+def test_precision_set_by_backend_is_no_obstacle():
+    """torch then refuses to say the matrix multiplication precision in its older words."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16"
+        with Session(net()) as session:
+            session.forward((torch.randn(4, 6),), mode="eval")
+        assert matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = before

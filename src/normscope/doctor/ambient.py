@@ -26,7 +26,7 @@ class Ambient:
         self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
         self._grad = torch.is_grad_enabled()
         self._dtype = torch.get_default_dtype()
-        self._precision = torch.get_float32_matmul_precision()
+        self._precision = _matmul_precision()
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         self._autocast = {
@@ -45,7 +45,7 @@ class Ambient:
             torch.mps.set_rng_state(self._mps)
         torch.set_grad_enabled(self._grad)
         torch.set_default_dtype(self._dtype)
-        if torch.get_float32_matmul_precision() != self._precision:
+        if self._precision is not None and _matmul_precision() != self._precision:
             torch.set_float32_matmul_precision(self._precision)
         if (
             torch.are_deterministic_algorithms_enabled() != self._deterministic
@@ -70,6 +70,14 @@ def seed_everything(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
+
+
+def _matmul_precision() -> str | None:
+    """None where it was set by backend (``torch.backends.fp32_precision``), which torch then refuses to sum up."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def _cuda_in_use() -> bool:
