@@ -199,8 +199,33 @@ def test_a_norm_module_whose_forward_is_called_directly_is_still_that_module() -
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm.forward(x)
 
-    (site,) = sites_of(Direct(), torch.randn(2, 4)).values()
+    x = torch.randn(2, 4)
+    (site,) = sites_of(Direct(), x).values()
     assert (site.name, site.kind, len(site.calls)) == ("norm", "module", 1)
+    assert [event.site.name for event in events_of(Direct(), x, "eval")] == ["norm"]
+
+
+def test_a_model_that_is_itself_a_norm_is_one_site() -> None:
+    (site,) = sites_of(nn.LayerNorm(4), torch.randn(2, 4)).values()
+    assert (site.name, site.path, site.kind) == ("", "", "module")
+    assert [(n.kind, n.through) for n in site.calls[0].fed_by] == [("input", ())]
+    assert [(n.kind, n.through) for n in site.calls[0].feeds] == [("output", ())]
+
+
+def test_a_model_that_catches_the_error_of_a_norm_is_followed_on() -> None:
+    class Catches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrong, self.right = nn.BatchNorm1d(5), nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return self.wrong(x)
+            except RuntimeError:
+                return F.layer_norm(self.right(x), (4,))
+
+    sites = sites_of(Catches(), torch.randn(2, 4))
+    assert {name: len(s.calls) for name, s in sites.items()} == {"right": 1, "F.layer_norm": 1, "wrong": 0}
 
 
 def test_attention_softmax_and_losses_are_no_norms() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +35,20 @@ def find_sites(
 
     Without ``args`` and ``kwargs``, the normalization modules. With them, one forward in eval mode also finds
     functional calls, operators in scripted or traced modules and norms written by hand, and tells of each call its
-    shape, dtype, memory format and neighbours. (A second forward, in train mode, runs only where a functional call
-    has running statistics: its mode is an argument and can be seen in no other way.)
+    shape, dtype, memory format and neighbours. (A second forward, in train mode, runs only where running statistics
+    are used outside of a known module: which mode takes them can be seen in no other way.)
 
-    Raises what the model raises.
+    Raises:
+        Exception: what the model raises.
+
+    Example:
+        >>> from torch import nn
+        >>> from normscope.doctor.session import Session
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        >>> with Session(model) as session:
+        ...     (site,) = find_sites(session, (torch.randn(2, 3, 8, 8),))
+        >>> site.name, site.calls[0].shape, [n.path for n in site.calls[0].fed_by], site.calls[0].feeds[0].through
+        ('1', (2, 4, 6, 6), ['0'], ('relu',))
     """
     names = ModuleNames(session.model)
     sites = _module_sites(names, session)
@@ -129,11 +139,15 @@ def _follow(
     if switching:
         in_train = _modes_in_train(session, names, modules, args, kwargs)
         for site in switching:
-            site.mode_train = in_train.get(site.name, site.mode_train)
-            if site.mode_train == site.mode_eval == "running":  # in train as in eval
-                site.mode_train = site.mode_eval = "frozen"
-            holder = next(names.ancestors(site.path))
-            site.mode_now = site.mode_train if is_training(holder) else site.mode_eval
+            _set_modes(site, in_train.get(site.name, site.mode_train), names)
+
+
+def _set_modes(site: Site, mode_train: str, names: ModuleNames) -> None:
+    site.mode_train = mode_train
+    if mode_train == site.mode_eval == "running":  # in train as in eval
+        site.mode_train = site.mode_eval = "frozen"
+    holder = next(names.ancestors(site.path))
+    site.mode_now = site.mode_train if is_training(holder) else site.mode_eval
 
 
 def _called_site(call: NormCall, names: ModuleNames) -> Site:
@@ -195,8 +209,19 @@ def watch(sites: Sequence[Site], run: str, callback: Callable[[Event], None]) ->
     """Context manager around a later forward: ``callback(Event)`` at each call of each site with a known spec.
 
     The event's tensors are the user's own (detached unless gradients are on); running statistics are as they were
-    before the call. Autocast is off in the callback, and what it computes is not followed. What the callback raises
-    comes out of the model's forward.
+    before the call. Autocast is off in the callback, and what it computes is not followed.
+
+    Raises:
+        Exception: what the callback raises, out of the model's forward.
+
+    Example:
+        >>> from torch import nn
+        >>> from normscope.doctor.session import Session
+        >>> with Session(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))) as session:
+        ...     sites = find_sites(session, (torch.randn(2, 3),))
+        ...     watching = watch(sites, "eval", lambda event: print(event.site.name, tuple(event.input.shape)))
+        ...     _ = session.forward((torch.randn(5, 3),), mode="eval", watch=(watching,))
+        1 (5, 4)
     """
     known = {site.name: site for site in sites if site.spec is not None}
     names = next((site._names for site in known.values() if site._names is not None), None)
@@ -221,13 +246,12 @@ def watch(sites: Sequence[Site], run: str, callback: Callable[[Event], None]) ->
             tensors=call.tensors,
         )
         counts[call.name] += 1
-        with torch.autocast(call.input.device.type, enabled=False):
+        device = call.input.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             callback(event)
 
-    kinds = {site.kind for site in known.values()}
+    hidden = any(site.kind == "hidden" for site in known.values())
     # a module whose spec is unknown is still a normalization: what it calls inside is no site of its own
     modules = {id(site.module) for site in sites if site.kind == "module"}
-    with NormCalls(
-        names, modules, tell, functions=kinds != {"module"}, hidden="hidden" in kinds, keep_running=True
-    ):
+    with NormCalls(names, modules, tell, hidden=hidden, keep_running=True):
         yield

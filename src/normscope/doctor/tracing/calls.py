@@ -61,7 +61,6 @@ class NormCalls:
         names: of the model that will run.
         modules: ids of the modules that are normalizations; what happens inside them is theirs.
         tell: may compute with torch; that is not followed.
-        functions: follow functional calls (some microseconds per torch call).
         hidden: also follow operators of scripted and traced modules.
         keep_running: ``tensors`` hold the running statistics as they were before the call.
         graph: follows what feeds what.
@@ -73,7 +72,6 @@ class NormCalls:
         modules: set[int],
         tell: Callable[[NormCall], None],
         *,
-        functions: bool = True,
         hidden: bool = True,
         keep_running: bool = False,
         graph: Graph | None = None,
@@ -83,7 +81,6 @@ class NormCalls:
         self._names = names
         self._modules = modules
         self._tell = tell
-        self._functions = functions
         self._hidden = hidden
         self._keep_running = keep_running
         self._inside: Frame | None = None  # a normalization module that is running
@@ -95,8 +92,7 @@ class NormCalls:
         with ExitStack() as contexts:
             contexts.enter_context(_unfused())
             contexts.enter_context(self.stack)
-            if self._functions:
-                contexts.enter_context(_AsWritten(self))
+            contexts.enter_context(_AsWritten(self))
             if self._hidden:
                 contexts.enter_context(_PassUp())  # type: ignore[no-untyped-call]
             self._contexts = contexts.pop_all()
