@@ -346,3 +346,30 @@ def test_ns402_is_silent_where_stored_statistics_normalize() -> None:
     assert [f.mode for f in found] == ["train"], (
         "batch statistics of this batch would be constant, and only those"
     )
+
+
+def test_one_element_is_told_from_the_module_alone() -> None:
+    report = normscope.check(torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.LayerNorm(1)))
+    assert [(f.code, f.site, f.severity) for f in report.findings if f.code == "NS101"] == [("NS101", "1", "error")]
+    healthy = normscope.check(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.LayerNorm(2)))
+    assert not [f for f in healthy.findings if f.code == "NS101"]
+    assert any(n.code == "NS101" and n.reason.startswith("only without data") for n in healthy.not_run)
+
+
+def test_eps_above_stored_variances_is_told_without_data() -> None:
+    norm = torch.nn.BatchNorm1d(8).eval()
+    norm.running_var.fill_(1e-7)
+    report = normscope.check(torch.nn.Sequential(norm))
+    found = [f for f in report.findings if f.code == "NS401"]
+    assert [f.severity for f in found] == ["warning"]
+    assert found[0].evidence["median_shrinkage"] == pytest.approx((1e-7 / (1e-7 + 1e-5)) ** 0.5, rel=1e-6)
+    norm.running_var.fill_(1.0)
+    assert not [f for f in normscope.check(torch.nn.Sequential(norm)).findings if f.code == "NS401"]
+
+
+def test_gradient_run_survives_a_channels_last_group_norm_at_the_input() -> None:
+    # torch 2.13 on the CPU crashes the interpreter where this norm's input gradient is not asked for
+    model = torch.nn.Sequential(torch.nn.GroupNorm(2, 4), torch.nn.Conv2d(4, 4, 1))
+    x = torch.randn(8, 4, 16, 16).to(memory_format=torch.channels_last)
+    report = normscope.check(model, x)
+    assert not [n for n in report.not_run if "raised" in n.reason]

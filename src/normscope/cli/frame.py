@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 FINDINGS, WRONG = 1, 2
 """exit codes: findings at or above --fail-on; the command or the target is wrong"""
+STEPS = 8
+"""of a check without a mask: sites, five runs of the model, rules, and loading before them"""
 
 
 def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,11 +50,13 @@ def console() -> Console:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error, on a terminal only, that says which step runs."""
+    """A progress bar on standard error, on a terminal only; called with a word before each step."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console
+    from rich.progress import Progress
 
-    with Console(stderr=True).status("loading") as status:
-        yield lambda word: status.update(word.replace("_", " "))
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=STEPS)
+        yield lambda word: bar.update(task, description=word.replace("_", " "), advance=1)

@@ -107,12 +107,13 @@ def check(
         )
         if args is not None:
             subject.inputs_dependent = independence.dependence((args, kwargs), batch_size)
-        wanted = {name for r in rules for name in r.needs if name != "data"}
+        wanted = {name for r in rules for name in (*r.needs, *r.uses) if name != "data"}
         probes = [probe for name, probe in all_probes().items() if name in wanted]
         reasons = runs.run_probes(subject, probes, step)
         step("rules")
         findings, passed, not_run = _apply(rules, subject, reasons)
         notes = _notes(subject)
+    notes += session.notes
     notes += [f"could not be verified as untouched: {what}" for what in session.unverified]
     return Report(
         findings=tuple(sorted(findings, key=lambda f: (-severity_rank(f.severity), f.code))),
@@ -253,6 +254,9 @@ def _apply(
             continue
         found = [named(result, rule) for result in results if isinstance(result, Finding)]
         undecided = [result for result in results if isinstance(result, NotRun)]
+        partly = runs.not_run(rule.code, rule.uses, reasons)
+        if partly is not None and not found:
+            undecided.append(NotRun(rule.code, f"only without data: {partly.reason}"))
         findings += found
         not_run += undecided
         if not found and not undecided:

@@ -101,8 +101,9 @@ def _run(run: str, subject: Subject, listeners: list[Probe], reasons: dict[str, 
     watching = watch(subject.sites, run, tell)
     try:
         if run == "gradient":
+            leaves, (args, kwargs) = variants.differentiable((args, kwargs))
             with subject.session.gradient_run(args, kwargs, mode=MODES[run], watch=(watching,)) as output:
-                _gradients(subject, output)
+                _gradients(subject, output, leaves)
         else:
             output = subject.session.forward(args, kwargs, mode=MODES[run], watch=(watching,))
             subject.outputs[run] = variants.detached(output)
@@ -112,11 +113,13 @@ def _run(run: str, subject: Subject, listeners: list[Probe], reasons: dict[str, 
     return ""
 
 
-def _gradients(subject: Subject, output: Any) -> None:
+def _gradients(subject: Subject, output: Any, leaves: list[torch.Tensor]) -> None:
+    """Of the parameters; those of the inputs are asked for too, so that every norm on the way takes its input's:
+    PyTorch 2.13 on the CPU crashes in a channels-last group norm whose input gradient nobody needs."""
     named = {n: p for n, p in subject.session.model.named_parameters() if p.requires_grad}
     loss = variants.loss(subject, output)
-    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    subject.gradients = {n: g for n, g in zip(named, grads, strict=True) if g is not None}
+    grads = torch.autograd.grad(loss, [*named.values(), *leaves], allow_unused=True)
+    subject.gradients = {n: g for n, g in zip(named, grads, strict=False) if g is not None}
 
 
 def _finish(probe: Probe, subject: Subject) -> None:

@@ -113,6 +113,21 @@ def inputs_for(run: str, subject: Subject) -> Inputs:
     return changed[0], changed[1]
 
 
+def differentiable(call: Inputs) -> tuple[list[torch.Tensor], Inputs]:
+    """Leaves that require gradients, and the inputs made of them (as copies, which a model may write in place)."""
+    leaves: list[torch.Tensor] = []
+
+    def leaf(t: torch.Tensor) -> torch.Tensor:
+        if not t.is_floating_point():
+            return t
+        leaves.append(t.detach().requires_grad_())
+        return leaves[-1].clone()
+
+    with torch.enable_grad():
+        changed = mapped(call, leaf)
+    return leaves, (changed[0], changed[1])
+
+
 def loss(subject: Subject, output: Any) -> torch.Tensor:
     """The user's loss, or a fixed random projection of the output: ``sum(r * y) / sqrt(n)``."""
     if subject.loss_fn is not None:

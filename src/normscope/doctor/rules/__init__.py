@@ -40,6 +40,8 @@ class Rule:
     page: str
     """Markdown"""
     check: Callable[[Subject], Iterable[Finding | NotRun]]
+    uses: tuple[str, ...] = ()
+    """names of the probes it reads where they ran; it decides what it can without them"""
     real_data: bool = False
     """says something about the user's data, so random inputs cannot decide it"""
 
@@ -53,7 +55,13 @@ _RULES: dict[str, Rule] = {}
 
 
 def rule(
-    code: str, name: str, *, kinds: str, needs: tuple[str, ...] = (), real_data: bool = False
+    code: str,
+    name: str,
+    *,
+    kinds: str,
+    needs: tuple[str, ...] = (),
+    uses: tuple[str, ...] = (),
+    real_data: bool = False,
 ) -> Callable[
     [Callable[[Subject], Iterable[Finding | NotRun]]], Callable[[Subject], Iterable[Finding | NotRun]]
 ]:
@@ -70,7 +78,7 @@ def rule(
             raise ValueError(f"rule {code}: its docstring lacks the sections {missing}")
         if code in _RULES and _RULES[code].check.__module__ != check.__module__:
             raise ValueError(f"rule {code} is defined twice")
-        _RULES[code] = Rule(code, name, kinds, needs, page, check, real_data)
+        _RULES[code] = Rule(code, name, kinds, needs, page, check, uses, real_data)
         return check
 
     return register

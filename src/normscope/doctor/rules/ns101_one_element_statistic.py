@@ -50,12 +50,14 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
 
 
-@rule("NS101", "one-element-statistic", kinds="DS", needs=("statistics",))
+@rule("NS101", "one-element-statistic", kinds="DS", uses=("statistics",))
 def check(subject: Subject) -> Iterator[Finding]:
     for site in subject.known():
-        alone = [s for s in subject.measured["statistics"].get(site.name, ()) if s.set_size == 1]
+        alone = [s for s in subject.measured.get("statistics", {}).get(site.name, ()) if s.set_size == 1]
         if alone:
             yield _measured(site, alone[0])
+        elif not site.calls and getattr(site.module, "normalized_shape", None) in ((1,), (1, 1), (1, 1, 1)):
+            yield _constructed(site)
         elif site.mode_now == "batch" and (shape := _training_shape(site)):
             yield _training(site, shape)
 
@@ -73,6 +75,21 @@ def _measured(site: Site, seen: SetStatistics) -> Finding:
         evidence={"set_size": 1, "sets": seen.sets, "shape": list(seen.shape), "pattern": site.spec.stats},
         fix="normalize over more than one element: fewer groups, another axis, or before the pooling",
         mode="eval" if seen.run == "eval" else "train",
+    )
+
+
+def _constructed(site: Site) -> Finding:
+    """A layer whose own sizes leave one element, whatever it is fed."""
+    assert site.spec is not None
+    shape = list(site.module.normalized_shape)  # type: ignore[union-attr, arg-type]
+    return Finding(
+        code="NS101",
+        site=site.name,
+        severity="error" if site.spec.center else "warning",
+        message=f"it normalizes over axes of size 1 (normalized_shape {shape}): nothing of its input is left"
+        f"{'' if site.spec.center else ' but the sign'}.",
+        evidence={"set_size": 1, "normalized_shape": shape, "pattern": site.spec.stats},
+        fix="normalize over more than one element: another axis, or before the reduction to one feature",
     )
 
 

@@ -57,10 +57,12 @@ SOME = 0.1
 """share of all sets that is worth a word"""
 
 
-@rule("NS401", "eps-dominates", kinds="CD", needs=("statistics",))
+@rule("NS401", "eps-dominates", kinds="CD", needs=("stored",), uses=("statistics",))
 def check(subject: Subject) -> Iterator[Finding]:
     for site in subject.known():
-        seen = [s for s in subject.measured["statistics"].get(site.name, ()) if s.set_size != 1 and s.live]
+        measured = subject.measured.get("statistics", {}).get(site.name, ())
+        stored = subject.measured["stored"].get(site.name)
+        seen = [s for s in measured or ([stored] if stored else []) if s.set_size != 1 and s.live]
         worst = max(seen, key=lambda s: s.eps_all * s.live / s.sets, default=None)
         if worst is not None and worst.eps_all * worst.live / worst.sets >= SOME:
             yield _finding(site, worst)
