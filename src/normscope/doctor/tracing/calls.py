@@ -115,7 +115,7 @@ class NormCalls:
             self._inside = frame
             self._before = None
             found = self._names.readings.read(frame.module, None)
-            self._before = found, self._kept(found.tensors, found.mode)
+            self._before = found, self._kept(found.tensors(frame.module), found.mode)
         elif self._graph is not None:
             self._graph.entered(frame, args)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -21,7 +21,12 @@ class ModuleReading:
     reason: str
     type_name: str
     mode: str
-    tensors: dict[str, Tensor]
+    names: tuple[str, ...]
+    """of the tensors that it holds"""
+
+    def tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """As they are now: buffers may have been bound to others, and parametrized weights are computed anew."""
+        return {name: getattr(module, name) for name in self.names}
 
 
 class Readings:
@@ -34,15 +39,12 @@ class Readings:
         key = (id(module), ndim, module.training, bool(getattr(module, "track_running_stats", False)))
         if key not in self._known:
             self._known[key] = _read(module, ndim)
-        known = self._known[key]
-        # buffers may have been bound to other tensors, and parametrized weights are computed anew
-        tensors = {name: getattr(module, name, tensor) for name, tensor in known.tensors.items()}
-        return replace(known, tensors=tensors)
+        return self._known[key]
 
 
 def _read(module: nn.Module, ndim: int | None) -> ModuleReading:
     try:
         found = read(module, input_ndim=ndim)
     except (UnknownNormalization, ValueError) as error:
-        return ModuleReading(None, str(error), type(module).__name__, "input", {})
-    return ModuleReading(found.spec, "", found.type_name, found.mode_now, found.tensors)
+        return ModuleReading(None, str(error), type(module).__name__, "input", ())
+    return ModuleReading(found.spec, "", found.type_name, found.mode_now, tuple(found.tensors))
