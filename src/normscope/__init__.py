@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from normscope.spec import RunningState as RunningState
     from normscope.spec import families as families
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -350,7 +350,9 @@ def test_ns402_is_silent_where_stored_statistics_normalize() -> None:
 
 def test_one_element_is_told_from_the_module_alone() -> None:
     report = normscope.check(torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.LayerNorm(1)))
-    assert [(f.code, f.site, f.severity) for f in report.findings if f.code == "NS101"] == [("NS101", "1", "error")]
+    assert [(f.code, f.site, f.severity) for f in report.findings if f.code == "NS101"] == [
+        ("NS101", "1", "error")
+    ]
     healthy = normscope.check(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.LayerNorm(2)))
     assert not [f for f in healthy.findings if f.code == "NS101"]
     assert any(n.code == "NS101" and n.reason.startswith("only without data") for n in healthy.not_run)

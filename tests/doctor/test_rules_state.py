@@ -445,3 +445,17 @@ class TestCheckpointAlone:
                 "NS309", self.site(running_mean=torch.ones(3).half(), running_var=torch.ones(3).half())
             )
         ] == ["info"]
+
+
+def test_eps_or_momentum_that_is_no_number_is_an_error_and_no_crash() -> None:
+    model = nn.Sequential(
+        nn.LayerNorm(4, eps=float("nan")), nn.BatchNorm1d(4, momentum=float("inf")), nn.LayerNorm(4)
+    )
+    report = normscope.check(model, torch.randn(8, 4))
+    found = {f.site: f for f in report.findings if f.code == "NS104"}
+    assert {site: f.severity for site, f in found.items()} == {"0": "error", "1": "error"}
+    assert (
+        found["0"].message
+        == "it is built with eps nan: not a finite number, so neither is what it computes or stores."
+    )
+    assert "NS307" not in {f.code for f in report.findings}

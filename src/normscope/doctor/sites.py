@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from normscope.doctor.session import Session, is_training
 from normscope.doctor.site import STATE_NAMES, Call, Event, Site
@@ -67,7 +68,12 @@ def _module_sites(names: ModuleNames, session: Session) -> dict[str, Site]:
     for key, module in names.modules.items():
         try:
             found = read(module)
-        except UnknownNormalization:
+        except UnknownNormalization as error:
+            if error.invalid:
+                path = names.path(module) or ""
+                sites[path] = Site(
+                    path, path, "module", qualified_name(type(module)), module, reason=str(error)
+                )
             continue
         path = names.path(module) or ""
         sites[path] = Site(
@@ -205,6 +211,14 @@ def _modes_in_train(
 
 
 @contextmanager
+def _unwatched(device: str) -> Iterator[None]:
+    """What is computed inside is the doctor's own: the modes that follow the model, which cost half of it, are off."""
+    autocast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), autocast:
+        yield
+
+
+@contextmanager
 def watch(sites: Sequence[Site], run: str, callback: Callable[[Event], None]) -> Iterator[None]:
     """Context manager around a later forward: ``callback(Event)`` at each call of each site with a known spec.
 
@@ -246,8 +260,7 @@ def watch(sites: Sequence[Site], run: str, callback: Callable[[Event], None]) ->
             tensors=call.tensors,
         )
         counts[call.name] += 1
-        device = call.input.device.type
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        with _unwatched(call.input.device.type):
             callback(event)
 
     hidden = any(site.kind == "hidden" for site in known.values())

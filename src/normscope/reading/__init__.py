@@ -62,7 +62,9 @@ def read(obj: Any, *, input_ndim: int | None = None) -> Reading:
                 reading = reader.read(obj, input_ndim)
             except SpecError as error:  # a module built with a number that no specification can hold
                 name = qualified_name(type(obj))
-                raise UnknownNormalization(f"{name} has no valid specification: {error}") from error
+                raise UnknownNormalization(
+                    f"{name} has no valid specification: {error}", invalid=True
+                ) from error
             if reading is not None:
                 return reading
     raise UnknownNormalization(_unknown(obj))
@@ -79,9 +81,14 @@ def read_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallR
     >>> call.type_name, call.spec.stats, call.spec.eps, call.mode
     ('F.layer_norm', '... d -> ...', 1e-06, 'input')
     """
+    from normscope.spec import SpecError
+
     for reader in readers():
         if reader.read_call is not None and reader.needs in sys.modules:
-            reading = reader.read_call(func, args, kwargs)
+            try:
+                reading = reader.read_call(func, args, kwargs)
+            except SpecError:  # called with a number that no specification can hold
+                return None
             if reading is not None:
                 return reading
     return None

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
 
 class UnknownNormalization(NormscopeError, TypeError):
-    """The object is not a normalization that can be read exactly; the text says why and what to do."""
+    """The object is not a normalization that can be read exactly; the text says why and what to do.
+
+    Attributes:
+        invalid: it is a normalization of the family by its class, built with numbers that no specification can hold.
+    """
+
+    def __init__(self, text: str, *, invalid: bool = False) -> None:
+        super().__init__(text)
+        self.invalid = invalid
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,8 +57,6 @@ class EffectiveSamplesProbe(Probe):
         self._seen: dict[str, tuple[Site, SampleMoments | str]] = {}
         if not any(site.mode_train == "batch" for site in subject.known()):
             return "no site normalizes by batch statistics in training"
-        if subject.synthetic:
-            return "the inputs are random numbers; needs real data"
         if subject.batch_size < 2:
             return "one sample is no training batch: pass one like those in training"
         return None

@@ -65,6 +65,7 @@ LEAST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "floa
 @rule("NS104", "eps-not-usable", kinds="S")
 def check(subject: Subject) -> Iterator[Finding]:
     dependent, lost = [], []
+    yield from (_invalid(site) for site in subject.sites if site.kind == "module" and site.spec is None)
     for site in subject.known():
         spec = site.spec
         assert spec is not None
@@ -103,6 +104,22 @@ def _dependent(site: Site, dtypes: list[str]) -> Finding:
         message=f"eps is None, so the dtype decides it: {told}.",
         evidence={f"eps_{d}": v for d, v in values.items()},
         fix=f"write the value out: eps={number(next(iter(values.values())))}",
+    )
+
+
+def _invalid(site: Site) -> Finding:
+    """A torch norm whose eps or momentum is no number: no specification can hold it."""
+    shown = {
+        name: str(getattr(site.module, name)) for name in ("eps", "momentum") if hasattr(site.module, name)
+    }
+    return Finding(
+        code="NS104",
+        site=site.name,
+        severity="error",
+        message=f"it is built with {', '.join(f'{name} {value}' for name, value in shown.items())}: "
+        "not a finite number, so neither is what it computes or stores.",
+        evidence=shown,
+        fix="build it with finite numbers; usual values are eps 1e-5 and momentum 0.1",
     )
 
 

@@ -55,7 +55,7 @@ FEW = 16
 VERY_FEW = 4
 
 
-@rule("NS203", "few-effective-samples", kinds="D", needs=("effective_samples",))
+@rule("NS203", "few-effective-samples", kinds="D", needs=("effective_samples",), real_data=True)
 def check(subject: Subject) -> Iterator[Finding | NotRun]:
     found = []
     for name, site in subject.measured["effective_samples"].items():

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
 
 
-@rule("NS205", "shared-norm-shifted-inputs", kinds="D", needs=("gap",))
+@rule("NS205", "shared-norm-shifted-inputs", kinds="D", needs=("gap",), real_data=True)
 def check(subject: Subject) -> Iterator[Finding]:
     live = {
         site.name for site in subject.known() if site.mode_train == "batch" and site.mode_eval == "running"

@@ -61,7 +61,7 @@ def check(subject: Subject) -> Iterator[Finding]:
             continue
         if flag is False and site.has_running_state:
             off.append(_buffers_left(site))
-        elif flag is True and not site.has_running_state:
+        elif flag is True and site.spec is not None and not site.has_running_state:
             on.append(_buffers_missing(site))
     yield from fold(off)
     yield from fold(on)
