@@ -223,7 +223,7 @@ def _explained(
         except Exception as plain:
             shapes = ", ".join(
                 f"{where}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-                for where, t in variants.tensors((args, kwargs))
+                for where, t in variants.named_inputs(args, kwargs)
             )
             return ModelError(
                 f"the model raised {type(plain).__name__} on these inputs ({shapes}) in eval mode: {plain}. "

@@ -32,7 +32,7 @@ def validate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         BadInput: without any tensor, with an empty one, or with NaN.
     """
     sizes: list[int] = []
-    for where, tensor in tensors((args, kwargs)):
+    for where, tensor in named_inputs(args, kwargs):
         if tensor.numel() == 0:
             raise BadInput(
                 f"an empty batch: {where} has shape {tuple(tensor.shape)}; pass at least one sample"
@@ -49,6 +49,12 @@ def validate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             "no tensor among the inputs; pass a tensor, a tuple of them, or a dict of keyword arguments"
         )
     return sizes[0]
+
+
+def named_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every input tensor with the name that a user would give it: ``inputs``, ``inputs[1]``, ``input_ids``."""
+    yield from tensors(args)
+    yield from tensors(kwargs)
 
 
 def tensors(value: Any, where: str = "inputs") -> Iterator[tuple[str, torch.Tensor]]:
