@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-ELEMENTS = 4096
+ELEMENTS = 1024
 """elements kept of each tensor, evenly spaced"""
 
 
@@ -58,10 +58,21 @@ def change(before: NDArray[np.float64], after: NDArray[np.float64], dtype: torch
     )
 
 
-def some(t: torch.Tensor) -> NDArray[np.float64]:
-    """At most ``ELEMENTS`` values of a tensor, evenly spaced along its last axis; (rows, elements) for a matrix."""
-    count = t.shape[-1]
+def some(t: torch.Tensor, keep: int = 0) -> NDArray[np.float64]:
+    """At most ``ELEMENTS`` values, evenly spaced over the axes behind the first ``keep``; (kept..., values).
+
+    Gathers only those, whatever the strides, so that an activation is never copied.
+
+    >>> some(torch.arange(6).reshape(2, 3)), some(torch.arange(6).reshape(2, 3), keep=1).shape
+    (array([0., 1., 2., 3., 4., 5.]), (2, 3))
+    """
+    t = t.detach()
+    shape = t.shape[keep:]
+    count = shape.numel()
     if count > ELEMENTS:
-        t = t.index_select(-1, torch.linspace(0, count - 1, ELEMENTS, device=t.device).long())
-    out: NDArray[np.float64] = t.detach().double().cpu().numpy()
+        chosen = torch.linspace(0, count - 1, ELEMENTS, dtype=torch.float64, device=t.device).long()
+        t = t[(slice(None),) * keep + tuple(torch.unravel_index(chosen, shape))]
+    else:
+        t = t.reshape(*t.shape[:keep], count)
+    out: NDArray[np.float64] = t.double().cpu().numpy()
     return out

@@ -96,17 +96,23 @@ class CompanionsProbe(Probe):
         )
 
     def _views_of(self, event: Event, *, spread: bool) -> dict[int, _View]:
-        """By axis. Row 0 of an axis of k rows a sample belongs to sample 0 whether its rows lie together or apart."""
+        """By axis, of those that may be the sample axis.
+
+        Row 0 of an axis of k rows a sample belongs to sample 0 whether its rows lie together or apart.
+        """
         shape = event.input.shape
-        bound = event.spec.bind(tuple(shape))
+        if event.output.shape != shape:
+            return {}
+        first = event.spec.bind(tuple(shape)).sample_dim
         views = {}
-        for axis in sorted(range(len(shape)), key=lambda a: (a != bound.sample_dim, a)):
-            if shape[axis] < self._samples or shape[axis] % self._samples or event.output.shape != shape:
+        for axis in sorted(range(len(shape)), key=lambda a: (a != first, a)):
+            rows = shape[axis]
+            if rows != self._samples and (axis != first or rows < self._samples or rows % self._samples):
                 continue
-            rows = event.output.movedim(axis, 0).flatten(1)
-            values = some(rows if spread else rows[:1])
+            output = event.output.movedim(axis, 0)
+            values = some(output if spread else output[:1], keep=1)
             views[axis] = _View(
-                some(event.input.select(axis, 0).flatten()),
+                some(event.input.select(axis, 0)),
                 values[0],
                 float(np.sqrt(np.mean(values.var(0)))) if spread else 0.0,
                 event.output.dtype,
@@ -146,7 +152,7 @@ def _at_output(subject: Subject, run: str) -> float | None:
     for old, new in zip(before, after, strict=False):
         if old.ndim == 0 or old.shape[0] != subject.batch_size or old.shape != new.shape:
             continue
-        values = some(old.reshape(len(old), -1))
-        out = change(values[0], some(new[0].reshape(-1)), old.dtype)
+        values = some(old, keep=1)
+        out = change(values[0], some(new[0]), old.dtype)
         found.append(_strength(out, float(np.sqrt(np.mean(values.var(0))))) if out.real else 0.0)
     return max(found, default=None)

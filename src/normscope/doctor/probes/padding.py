@@ -144,12 +144,12 @@ class PaddingProbe(Probe):
     def _picked(self, t: torch.Tensor, layout: Layout, length: int) -> NDArray[np.float64]:
         a, p = layout
         if a < 0:
-            return some(t.detach().flatten())
+            return some(t)
         if a == p:
             t = t.reshape(*t.shape[:a], self._samples, length, *t.shape[a + 1 :])
             p = a + 1
         rows, cols = (index.to(t.device) for index in self._valid)
-        return some(t.detach().movedim((a, p), (0, 1))[rows, cols].flatten())
+        return some(t.detach().movedim((a, p), (0, 1))[rows, cols])
 
     def _at_output(self, subject: Subject, run: str) -> float | None:
         before, after = subject.outputs.get("eval"), subject.outputs.get(run)

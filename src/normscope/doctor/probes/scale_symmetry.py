@@ -127,7 +127,7 @@ def _doubled(subject: Subject, names: set[str]) -> float:
         subject.session.forward(args, subject.kwargs, mode="batch", watch=(_scaled(parameters),))
     )
     moved = [
-        change(some(old.flatten()), some(new.flatten()), old.dtype).relative
+        change(some(old), some(new), old.dtype).relative
         for old, new in zip(before, after, strict=True)
         if old.is_floating_point() and old.shape == new.shape
     ]
