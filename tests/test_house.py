@@ -94,6 +94,14 @@ def test_probes_never_import_rules() -> None:
         assert not any("doctor.rules" in n for n in imports(path, lazily=True)), path.name
 
 
+def test_every_probe_that_a_rule_names_exists() -> None:
+    from normscope.doctor.probes import all_probes
+    from normscope.doctor.rules import all_rules
+
+    for rule in all_rules().values():
+        assert {*rule.needs, *rule.uses} - {"data"} <= set(all_probes()), rule.code
+
+
 def loaded_after(code: str) -> set[str]:
     script = f"import sys\n{code}\nprint(' '.join(m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -108,7 +108,7 @@ def check(
         if args is not None:
             subject.inputs_dependent = independence.dependence((args, kwargs), batch_size)
         wanted = {name for r in rules for name in (*r.needs, *r.uses) if name != "data"}
-        probes = [probe for name, probe in all_probes().items() if name in wanted]
+        probes = [all_probes()[name] for name in sorted(wanted)]
         reasons = runs.run_probes(subject, probes, step)
         step("rules")
         findings, passed, not_run = _apply(rules, subject, reasons)

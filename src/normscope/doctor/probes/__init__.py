@@ -40,8 +40,17 @@ class Probe:
 
 @cache
 def all_probes() -> dict[str, type[Probe]]:
-    """Every probe by name, from the files of this package."""
+    """Every probe by name, from the files of this package.
+
+    Raises:
+        ValueError: two probes have one name.
+    """
+    found: dict[str, type[Probe]] = {}
     for info in iter_modules(__path__):
-        import_module(f"{__name__}.{info.name}")
-    found = {probe.name: probe for probe in Probe.__subclasses__()}
+        module = import_module(f"{__name__}.{info.name}")
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, Probe) and value.__module__ == module.__name__:
+                if value.name in found:
+                    raise ValueError(f"two probes are named {value.name!r}: {found[value.name]} and {value}")
+                found[value.name] = value
     return dict(sorted(found.items()))
