@@ -229,6 +229,22 @@ class TestGap:
         found = measure("gap", net, draw(16))
         assert abs(found["0"].gap.log_var) < 0.1  # the variance of all elements is ten times that
 
+    def test_infinities_are_a_reason(self) -> None:
+        class Inverse(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.BatchNorm1d(3)
+                self.norm.running_var.fill_(2)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.norm(1 / x.clamp_min(0))
+
+        x = torch.randn(8, 3)
+        for probe in ("gap", "effective_samples"):
+            reason = "its input holds NaN or infinities on this batch"
+            assert measure(probe, Inverse(), x)["norm"].reason == reason
+        assert measure("companions", Inverse(), x).eval["norm"].strength == 0
+
 
 class TestCompanions:
     def test_batch_norm_couples_in_training_alone(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,9 +71,14 @@ def some(t: torch.Tensor, keep: int = 0) -> NDArray[np.float64]:
     shape = t.shape[keep:]
     count = shape.numel()
     if count > ELEMENTS:
-        chosen = torch.linspace(0, count - 1, ELEMENTS, dtype=torch.float64, device=t.device).long()
-        t = t[(slice(None),) * keep + tuple(torch.unravel_index(chosen, shape))]
+        t = t[(slice(None),) * keep + _places(shape, t.device)]
     else:
         t = t.reshape(*t.shape[:keep], count)
     out: NDArray[np.float64] = t.double().cpu().numpy()
     return out
+
+
+@lru_cache(maxsize=256)
+def _places(shape: torch.Size, device: torch.device) -> tuple[torch.Tensor, ...]:
+    chosen = torch.linspace(0, shape.numel() - 1, ELEMENTS, dtype=torch.float64, device=device).long()
+    return tuple(torch.unravel_index(chosen, shape))

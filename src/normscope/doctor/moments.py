@@ -67,7 +67,7 @@ def sample_moments(event: Event, samples: int) -> SampleMoments | str:
         samples: number of samples in the user's batch.
 
     Returns:
-        the moments, or the reason why the samples cannot be told apart here.
+        the moments, or the reason why there are none: samples that cannot be told apart, numbers that are not finite.
     """
     shape = tuple(event.input.shape)
     bound = event.spec.bind(shape)
@@ -79,6 +79,8 @@ def sample_moments(event: Event, samples: int) -> SampleMoments | str:
     mean, var, elements = _per_row(x, bound)
     if len(mean) < samples or len(mean) % samples:
         return f"its input has {len(mean)} rows for {samples} samples, so rows cannot be matched to samples"
+    if not (np.isfinite(mean).all() and np.isfinite(var).all()):
+        return "its input holds NaN or infinities on this batch"
     return _pooled(mean, var, samples, elements)
 
 

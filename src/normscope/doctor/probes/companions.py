@@ -114,7 +114,7 @@ class CompanionsProbe(Probe):
             views[axis] = _View(
                 some(event.input.select(axis, 0)),
                 values[0],
-                float(np.sqrt(np.mean(values.var(0)))) if spread else 0.0,
+                _spread(values) if spread else 0.0,
                 event.output.dtype,
             )
         return views
@@ -139,6 +139,12 @@ class CompanionsProbe(Probe):
             couplings[name] = Coupling(order, here.received, here.changed, here.strength, here.mode)
 
 
+def _spread(values: NDArray[np.float64]) -> float:
+    """Standard deviation over samples, root mean square over the elements that are finite in all of them."""
+    finite = values[:, np.isfinite(values).all(0)]
+    return float(np.sqrt(np.mean(finite.var(0)))) if finite.size else 0.0
+
+
 def _strength(out: Change, spread: float) -> float:
     return out.rms / spread if spread else out.relative
 
@@ -154,5 +160,5 @@ def _at_output(subject: Subject, run: str) -> float | None:
             continue
         values = some(old, keep=1)
         out = change(values[0], some(new[0]), old.dtype)
-        found.append(_strength(out, float(np.sqrt(np.mean(values.var(0))))) if out.real else 0.0)
+        found.append(_strength(out, _spread(values)) if out.real else 0.0)
     return max(found, default=None)

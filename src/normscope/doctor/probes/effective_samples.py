@@ -94,9 +94,9 @@ def _measure(order: int, site: Site, moments: SampleMoments | str, distinct: flo
     else:
         between = moments.mean.var(1, ddof=1).max(0)
         total = moments.batch_var
-    live = np.isfinite(total) & (total > 0)
+    live = total > 0
     if not live.any():
-        return EffectiveSamples(order, reason="its input is constant or not finite on this batch")
+        return EffectiveSamples(order, reason="its input is constant on this batch")
     share = float(np.mean(between[live] / total[live]))
     per_sample = float(np.clip(1.0 / max(share, 1e-12), 1.0, moments.elements))
     return EffectiveSamples(order, per_sample * distinct, per_sample, moments.elements, samples, distinct)

@@ -88,10 +88,10 @@ class GapProbe(Probe):
 def _measure(order: int, site: Site, spec: NormSpec, calls: list[SampleMoments | str]) -> SiteGap:
     moments = [call for call in calls if isinstance(call, SampleMoments)]
     if len(moments) < len(calls):
-        return SiteGap(order, reason=next(call for call in calls if isinstance(call, str)))
+        return SiteGap(order, calls=len(calls), reason=next(call for call in calls if isinstance(call, str)))
     mean, var = site.array("running_mean"), site.array("running_var")
     if mean is None or var is None or mean.size != moments[0].mean.shape[-1]:
-        return SiteGap(order, reason="its running statistics do not match its channels")
+        return SiteGap(order, calls=len(calls), reason="its running statistics do not match its channels")
     mean, var = mean.ravel(), var.ravel()
     if statistics_at_start(site):
         return SiteGap(
@@ -99,13 +99,11 @@ def _measure(order: int, site: Site, spec: NormSpec, calls: list[SampleMoments |
         )
     live = np.isfinite(mean) & np.isfinite(var) & (var > 0)
     if not live.any():
-        return SiteGap(order, reason="no channel has a finite running variance above 0")
+        return SiteGap(order, calls=len(calls), reason="no channel has a finite running variance above 0")
     eps = spec.eps or 0.0
     noise = _state_noise(site, spec, moments[0].mean.shape[1])
     within = _within_samples(spec)
     gap = difference(_joined(moments), mean, var, live, eps, noise, within)
-    if not np.isfinite(gap.shift):
-        return SiteGap(order, reason="its input holds NaN or infinities on this batch")
     between, worst = None, 0
     if len(moments) > 1:
         between, worst = _between(moments, live, eps, within)

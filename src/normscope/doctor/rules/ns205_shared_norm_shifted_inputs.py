@@ -51,7 +51,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.report import Finding
+from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.significance import matters
 from normscope.doctor.wording import fold, number, percent
