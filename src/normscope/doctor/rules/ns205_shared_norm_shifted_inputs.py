@@ -62,15 +62,16 @@ if TYPE_CHECKING:
 
 
 @rule("NS205", "shared-norm-shifted-inputs", kinds="D", needs=("gap",), real_data=True)
-def check(subject: Subject) -> Iterator[Finding]:
-    live = {
-        site.name for site in subject.known() if site.mode_train == "batch" and site.mode_eval == "running"
-    }
-    found = [
-        _finding(name, site, subject.inputs_dependent)
-        for name, site in sorted(subject.measured["gap"].items(), key=lambda item: item[1].order)
-        if name in live and site.between is not None and matters(site.between)[1]
-    ]
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
+    live = {s.name for s in subject.known() if s.mode_train == "batch" and s.mode_eval == "running"}
+    found = []
+    for name, site in sorted(subject.measured["gap"].items(), key=lambda item: item[1].order):
+        if name not in live or site.calls < 2:
+            continue
+        if site.reason:
+            yield NotRun("NS205", site.reason, name)
+        elif site.between is not None and matters(site.between)[1]:
+            found.append(_finding(name, site, subject.inputs_dependent))
     yield from fold(found)
 
 
