@@ -65,7 +65,9 @@ LEAST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "floa
 @rule("NS104", "eps-not-usable", kinds="S")
 def check(subject: Subject) -> Iterator[Finding]:
     dependent, lost = [], []
-    yield from (_invalid(site) for site in subject.sites if site.kind == "module" and site.spec is None)
+    for site in subject.sites:
+        if site.kind == "module" and site.module is not None and site.spec is None:
+            yield _invalid(site)
     for site in subject.known():
         spec = site.spec
         assert spec is not None
