@@ -315,6 +315,12 @@ class TestSharedNorm:
         (found,) = findings(self.check(settled(Shared(), offset), offset(6)), "NS205")
         assert found.evidence["share_of_channels_mean"] > 0.5
 
+    def test_initial_statistics_are_a_reason(self) -> None:
+        report = self.check(Shared(), (images(8), images(8)))
+        assert reasons(report, "NS205") == [
+            "its running statistics are at their initial values, there is nothing to compare"
+        ]
+
 
 class TestPadding:
     lengths = torch.tensor([[10], [8], [6], [5]])
