@@ -95,7 +95,9 @@ def _measure(order: int, site: Site, spec: NormSpec, calls: list[SampleMoments |
     mean, var = mean.ravel(), var.ravel()
     if statistics_at_start(site):
         return SiteGap(
-            order, reason="its running statistics are at their initial values, there is nothing to compare"
+            order,
+            calls=len(calls),
+            reason="its running statistics are at their initial values, there is nothing to compare",
         )
     live = np.isfinite(mean) & np.isfinite(var) & (var > 0)
     if not live.any():
