@@ -22,9 +22,10 @@ Nothing raises; accuracy falls.
 ## Known problems
 Fewer than four samples cannot tell. More are better: means off by half a standard deviation at the stem of small
 networks were found in 16 of 70 runs with 4 samples, 33 with 8 and 59 with 16; variances off by a factor of 4 in
-63, 70 and 70. The same table (docs/false-alarms.md) has 2 false alarms in 456 innocent runs. Samples must be independent; copies and crops of one image are noticed and the
-finding becomes info. A batch of one class, or sorted data, is not noticed and differs truly. Statistics that are
-still at their initial values are left to NS302.
+63, 70 and 70. The same table (docs/false-alarms.md) has 2 false alarms in 456 innocent runs. Samples must be
+independent: copies and overlapping crops of one image are noticed and the finding becomes info, crops without
+overlap are not. A batch of one class, or sorted data, is not noticed and differs truly. Statistics that are still
+at their initial values are left to NS302.
 
 ## Example
 ```python
