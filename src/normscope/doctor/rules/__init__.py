@@ -42,6 +42,8 @@ class Rule:
     check: Callable[[Subject], Iterable[Finding | NotRun]]
     uses: tuple[str, ...] = ()
     """names of the probes it reads where they ran; it decides what it can without them"""
+    stateful: bool = False
+    """about running statistics, so a model without any has nothing to decide"""
     real_data: bool = False
     """says something about the user's data, so random inputs cannot decide it"""
 
@@ -61,6 +63,7 @@ def rule(
     kinds: str,
     needs: tuple[str, ...] = (),
     uses: tuple[str, ...] = (),
+    stateful: bool = False,
     real_data: bool = False,
 ) -> Callable[
     [Callable[[Subject], Iterable[Finding | NotRun]]], Callable[[Subject], Iterable[Finding | NotRun]]
@@ -78,7 +81,7 @@ def rule(
             raise ValueError(f"rule {code}: its docstring lacks the sections {missing}")
         if code in _RULES and _RULES[code].check.__module__ != check.__module__:
             raise ValueError(f"rule {code} is defined twice")
-        _RULES[code] = Rule(code, name, kinds, needs, page, check, uses, real_data)
+        _RULES[code] = Rule(code, name, kinds, needs, page, check, uses, stateful, real_data)
         return check
 
     return register
