@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
 
 
-@rule("NS301", "invalid-running-variance", kinds="C")
+@rule("NS301", "invalid-running-variance", kinds="C", stateful=True)
 def check(subject: Subject) -> Iterator[Finding]:
     for site in subject.sites:
         for name in ("running_mean", "running_var"):

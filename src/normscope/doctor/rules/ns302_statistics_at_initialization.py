@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 RECOMPUTE = "recompute the statistics: forward passes over training data in train mode, or load them strictly"
 
 
-@rule("NS302", "statistics-at-initialization", kinds="C")
+@rule("NS302", "statistics-at-initialization", kinds="C", stateful=True)
 def check(subject: Subject) -> Iterator[Finding]:
     diagnoses: dict[str, list[Finding]] = {}
     trained = looks_trained(subject)

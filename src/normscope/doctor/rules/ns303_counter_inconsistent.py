@@ -57,7 +57,7 @@ LAST_COUNT = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "float64": 2
 """where counter + 1 rounds back to the counter"""
 
 
-@rule("NS303", "counter-inconsistent", kinds="C")
+@rule("NS303", "counter-inconsistent", kinds="C", stateful=True)
 def check(subject: Subject) -> Iterator[Finding]:
     diagnoses: dict[str, list[Finding]] = {}
     for site in subject.sites:

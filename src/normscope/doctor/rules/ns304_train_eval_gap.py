@@ -71,7 +71,7 @@ UNPROVEN = 2.0
 GRAVE = 4.0
 
 
-@rule("NS304", "train-eval-gap", kinds="D", needs=("gap",), real_data=True)
+@rule("NS304", "train-eval-gap", kinds="D", stateful=True, needs=("gap",), real_data=True)
 def check(subject: Subject) -> Iterator[Finding | NotRun]:
     live = {
         site.name for site in subject.known() if site.mode_train == "batch" and site.mode_eval == "running"

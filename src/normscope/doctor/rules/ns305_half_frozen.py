@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
 
 
-@rule("NS305", "half-frozen", kinds="S", needs=("freeze",))
+@rule("NS305", "half-frozen", kinds="S", stateful=True, needs=("freeze",))
 def check(subject: Subject) -> Iterator[Finding]:
     if subject.frozen_policy == "affine":
         return

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
 
 
-@rule("NS306", "freeze-not-sticky", kinds="S", needs=("freeze",))
+@rule("NS306", "freeze-not-sticky", kinds="S", stateful=True, needs=("freeze",))
 def check(subject: Subject) -> Iterator[Finding]:
     declared = subject.frozen_policy in ("statistics", "both")
     if not (subject.model.training or declared):

@@ -56,7 +56,7 @@ RECALIBRATION = 1000
 """batches up to which a cumulative average may be a recalibration pass"""
 
 
-@rule("NS308", "momentum-suspicious", kinds="S")
+@rule("NS308", "momentum-suspicious", kinds="S", stateful=True)
 def check(subject: Subject) -> Iterator[Finding]:
     sites = [
         site

@@ -62,7 +62,7 @@ LEAST_EXPONENT = {"float16": -14, "bfloat16": -126}
 MATTERS = 0.01
 
 
-@rule("NS309", "low-precision-statistics", kinds="SC")
+@rule("NS309", "low-precision-statistics", kinds="SC", stateful=True)
 def check(subject: Subject) -> Iterator[Finding]:
     found = []
     for site in subject.sites:

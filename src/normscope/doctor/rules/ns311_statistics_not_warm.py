@@ -59,7 +59,7 @@ SHARE, SHARE_ALONE = 0.01, 0.05
 GAIN_ERROR, MEAN_ERROR = 0.05, 0.1
 
 
-@rule("NS311", "statistics-not-warm", kinds="SC")
+@rule("NS311", "statistics-not-warm", kinds="SC", stateful=True)
 def check(subject: Subject) -> Iterator[Finding]:
     found = [_diagnose(site) for site in subject.known() if site.mode_eval == "running"]
     yield from fold(finding for finding in found if finding is not None)

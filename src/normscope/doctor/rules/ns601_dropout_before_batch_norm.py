@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 THIRD = 2 / 3
 
 
-@rule("NS601", "dropout-before-batch-norm", kinds="G", needs=("data",))
+@rule("NS601", "dropout-before-batch-norm", kinds="G", stateful=True, needs=("data",))
 def check(subject: Subject) -> Iterator[Finding]:
     behind_norms = _dropped_feeds(subject)
     found = []
