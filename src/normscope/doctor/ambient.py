@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ class Ambient:
     """What a model's forward can change outside of itself, recorded when made and put back by ``restore``.
 
     Random states of Python, NumPy and torch (CUDA and MPS where they are in use), grad mode, autocast, default
-    dtype, deterministic algorithms and matrix multiplication precision.
+    dtype, deterministic algorithms, matrix multiplication precision, number of threads and recursion limit.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,8 @@ class Ambient:
             for device in _AUTOCAST_DEVICES
         }
         self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._threads = torch.get_num_threads()
+        self._depth = sys.getrecursionlimit()
 
     def restore(self) -> None:
         random.setstate(self._python)
@@ -56,6 +59,9 @@ class Ambient:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(self._autocast_cache)
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        sys.setrecursionlimit(self._depth)
         # weights cast to half precision during the run may have been cast from values since put back
         torch.clear_autocast_cache()
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 import normscope
-from normscope.doctor import independence, runs, variants
+from normscope.doctor import arguments, independence, runs
+from normscope.doctor.judging import judge
+from normscope.doctor.nested import named_inputs
 from normscope.doctor.probes import all_probes
-from normscope.doctor.report import Finding, NotRun, Report, SiteRow, severity_rank
+from normscope.doctor.report import Report, SiteRow, severity_rank
 from normscope.doctor.rules import Rule, all_rules
 from normscope.doctor.session import Session
 from normscope.doctor.site import Site
 from normscope.doctor.sites import find_sites
 from normscope.doctor.subject import Subject
-from normscope.errors import BadInput, ModelError, NormscopeError
-
-FREEZE_POLICIES = ("", "statistics", "affine", "both")
+from normscope.errors import ModelError, NormscopeError
 
 
 def check(
@@ -77,15 +76,14 @@ def check(
         >>> "NS501" in {finding.code for finding in report.findings}  # the convolution's bias does nothing
         True
     """
-    if not isinstance(model, torch.nn.Module):
-        raise BadInput(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the module itself")
-    if frozen_policy not in FREEZE_POLICIES:
-        raise BadInput(
-            f"frozen_policy is one of {', '.join(map(repr, FREEZE_POLICIES))}; got {frozen_policy!r}"
-        )
+    arguments.settings(optimizer, loss_fn, progress, frozen_policy)
+    seed = arguments.whole_number("seed", seed, 0, 2**63 - 1)
+    if dataset_size is not None:
+        dataset_size = arguments.whole_number("dataset_size", dataset_size, 1, 2**63 - 1)
     rules = chosen(select, ignore)
     step = progress or (lambda _: None)
-    args, kwargs, batch_size = on_device(model, inputs)
+    args, kwargs, batch_size = arguments.on_device(arguments.module(model), inputs)
+    valid = arguments.padding_mask(mask, args, kwargs, batch_size)
     with Session(model, seed=seed) as session:
         step("sites")
         sites = find(session, args, kwargs)
@@ -95,10 +93,10 @@ def check(
             sites=sites,
             args=args,
             kwargs=kwargs,
-            targets=_moved(targets, model),
+            targets=arguments.moved(targets, model),
             loss_fn=loss_fn,
             optimizer=optimizer,
-            mask=_mask(mask, batch_size),
+            mask=valid,
             batch_size=batch_size,
             seed=seed,
             dataset_size=dataset_size,
@@ -111,7 +109,7 @@ def check(
         probes = [all_probes()[name] for name in sorted(wanted)]
         reasons = runs.run_probes(subject, probes, step)
         step("rules")
-        findings, passed, not_run = _apply(rules, subject, reasons)
+        findings, passed, not_run = judge(rules, subject, reasons)
         notes = _notes(subject)
     notes += session.notes
     notes += [f"could not be verified as untouched: {what}" for what in session.unverified]
@@ -121,32 +119,22 @@ def check(
         passed=tuple(passed),
         not_run=tuple(not_run),
         notes=tuple(notes),
-        target=target,
+        target=str(target),
         versions=versions(),
     )
 
 
 def chosen(select: Sequence[str] | None, ignore: Sequence[str] | None) -> list[Rule]:
-    """The rules that ``select`` and ``ignore`` leave.
-
-    Raises:
-        BadInput: for a code that begins no rule's code.
-    """
+    """The rules that ``select`` and ``ignore`` leave."""
     rules = all_rules()
-    for word, codes in (("select", select), ("ignore", ignore)):
-        if isinstance(codes, str):
-            raise BadInput(f"{word} takes a list of codes, got the string {codes!r}; write [{codes!r}]")
-        for code in codes or ():
-            if not any(known.startswith(code) for known in rules):
-                raise BadInput(
-                    f"{word} names {code!r}, which begins no rule's code; known: {', '.join(rules)}"
-                )
-    kept = [
+    wanted = arguments.rule_codes("select", select, rules)
+    unwanted = arguments.rule_codes("ignore", ignore, rules)
+    return [
         rule
         for code, rule in rules.items()
-        if (not select or code.startswith(tuple(select))) and not (ignore and code.startswith(tuple(ignore)))
+        if (select is None or not wanted or code.startswith(wanted))
+        and not (unwanted and code.startswith(unwanted))
     ]
-    return kept
 
 
 def row(site: Site) -> SiteRow:
@@ -175,55 +163,26 @@ def versions() -> dict[str, str]:
     }
 
 
-def on_device(model: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...] | None, dict[str, Any], int]:
-    if inputs is None:
-        return None, {}, 0
-    args, kwargs = _moved(variants.as_call(inputs), model)
-    return args, kwargs, variants.validate(args, kwargs)
-
-
-def _moved(value: Any, model: torch.nn.Module) -> Any:
-    """Tensors on the device of the model's first parameter or buffer."""
-    first = next(iter((*model.parameters(), *model.buffers())), None)
-    if first is None or first.device.type == "meta":
-        return value
-    return variants.mapped(value, lambda t: t.to(first.device))
-
-
-def _mask(mask: Any, batch: int) -> torch.Tensor | None:
-    if mask is None:
-        return None
-    tensor = torch.as_tensor(mask)
-    if tensor.ndim != 2 or tensor.shape[0] != batch:
-        raise BadInput(
-            f"mask must have shape (B, L) with B = {batch}, True at valid positions; got {tuple(tensor.shape)}"
-        )
-    tensor = tensor.bool().cpu()
-    if not bool(tensor.any()):
-        raise BadInput("mask is False everywhere: no position would be valid; is it inverted?")
-    return tensor
-
-
 def find(session: Session, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> list[Site]:
     try:
         return find_sites(session, args, None if args is None else kwargs)
     except NormscopeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _explained(session, args, kwargs, error) from error
 
 
 def _explained(
-    session: Session, args: tuple[Any, ...] | None, kwargs: dict[str, Any], error: Exception
+    session: Session, args: tuple[Any, ...] | None, kwargs: dict[str, Any], error: BaseException
 ) -> NormscopeError:
     """Whose fault it is: run without being watched, the model raises too, or it does not."""
     if args is not None:
         try:
             session.forward(args, kwargs, mode="eval")
-        except Exception as plain:
+        except (Exception, SystemExit) as plain:
             shapes = ", ".join(
                 f"{where}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-                for where, t in variants.named_inputs(args, kwargs)
+                for where, t in named_inputs(args, kwargs)
             )
             return ModelError(
                 f"the model raised {type(plain).__name__} on these inputs ({shapes}) in eval mode: {plain}. "
@@ -236,49 +195,10 @@ def _explained(
     )
 
 
-def _apply(
-    rules: Iterable[Rule], subject: Subject, reasons: dict[str, str]
-) -> tuple[list[Finding], list[str], list[NotRun]]:
-    findings: list[Finding] = []
-    passed: list[str] = []
-    not_run: list[NotRun] = []
-    for rule in rules:
-        blocked = _blocked(rule, subject, reasons)
-        if blocked is not None:
-            not_run.append(blocked)
-            continue
-        try:
-            results = list(rule.check(subject))
-        except Exception as error:  # a fault of one rule costs that rule, not the report
-            not_run.append(NotRun(rule.code, f"internal error: {type(error).__name__}: {error}"))
-            continue
-        found = [named(result, rule) for result in results if isinstance(result, Finding)]
-        undecided = [result for result in results if isinstance(result, NotRun)]
-        partly = runs.not_run(rule.code, rule.uses, reasons)
-        if partly is not None and not found:
-            undecided.append(NotRun(rule.code, f"only without data: {partly.reason}"))
-        findings += found
-        not_run += undecided
-        if not found and not undecided:
-            passed.append(rule.code)
-    return findings, passed, not_run
-
-
-def _blocked(rule: Rule, subject: Subject, reasons: dict[str, str]) -> NotRun | None:
-    if ("data" in rule.needs or rule.real_data) and not subject.has_data:
-        return NotRun(rule.code, "needs data: pass inputs")
-    if rule.real_data and subject.synthetic:
-        return NotRun(rule.code, "random inputs say nothing about your data: pass real samples")
-    return runs.not_run(rule.code, rule.needs, reasons)
-
-
-def named(finding: Finding, rule: Rule) -> Finding:
-    """The finding, and those folded under it, with the rule's name."""
-    return replace(finding, name=rule.name, also=tuple(named(f, rule) for f in finding.also))
-
-
 def _notes(subject: Subject) -> list[str]:
-    notes = []
+    notes = [why for why in subject.runs.values() if why.startswith(runs.RAISED)]
+    if subject.targets is not None and subject.loss_fn is None:
+        notes.append("targets were given without a loss_fn, so they were not used")
     if subject.inputs_dependent:
         notes.append(f"the samples of this batch are not independent: {subject.inputs_dependent}")
     fused = [site.name for site in subject.sites if site.fused]
@@ -287,5 +207,7 @@ def _notes(subject: Subject) -> list[str]:
             f"in deployment {', '.join(fused)} run inside a fused transformer kernel; they were measured unfused"
         )
     unknown = [site for site in subject.sites if site.spec is None]
-    notes += [f"{site.name} ({site.type_name}) was not checked: {site.reason}" for site in unknown]
+    notes += [
+        f"{site.name or 'the model'} ({site.type_name}) was not checked: {site.reason}" for site in unknown
+    ]
     return notes

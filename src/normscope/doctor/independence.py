@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from normscope.doctor.variants import tensors
+from normscope.doctor.nested import tensors
 
 MOST_SAMPLES = 16
 """pairs are compared among at most so many samples, evenly spaced"""

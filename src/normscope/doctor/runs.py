@@ -5,10 +5,10 @@ run                the model on the user's batch ...
 =================  =================================================================================
 eval               as deployed: everything in eval mode
 batch              live norms take batch statistics, dropout and the rest stay in eval mode
-eval_companions    as ``eval``; sample 0 stays, every other sample is replaced by a copy of the last
+eval_companions    as ``eval``; sample 0 stays, half of the other samples stand in for all of them
 batch_companions   as ``batch``, with the same replacement
 padded             as ``eval``; other content at the masked positions, same length
-padded_longer      as ``eval``; more masked positions appended
+other_length       as ``eval``; masked positions taken away or appended
 gradient           as ``batch``, with gradients of the loss (or of a fixed random projection of the output)
 =================  =================================================================================
 
@@ -24,11 +24,14 @@ from typing import Any
 import torch
 
 from normscope.doctor import variants
+from normscope.doctor.loss import loss
+from normscope.doctor.nested import detached
 from normscope.doctor.probes import Probe
 from normscope.doctor.report import NotRun
 from normscope.doctor.site import Event
 from normscope.doctor.sites import watch
 from normscope.doctor.subject import Subject
+from normscope.errors import BadInput
 
 MODES = {
     "eval": "eval",
@@ -36,9 +39,12 @@ MODES = {
     "eval_companions": "eval",
     "batch_companions": "batch",
     "padded": "eval",
-    "padded_longer": "eval",
+    "other_length": "eval",
     "gradient": "batch",
 }
+
+
+RAISED = "the model raised in"
 
 
 def run_probes(
@@ -91,6 +97,8 @@ def not_run(code: str, needs: Iterable[str], reasons: dict[str, str]) -> NotRun 
 
 def _run(run: str, subject: Subject, listeners: list[Probe], reasons: dict[str, str]) -> str:
     def tell(event: Event) -> None:
+        if event.input.numel() == 0:  # an empty selection has no statistics
+            return
         for probe in listeners:
             if probe.name not in reasons:
                 why = _guarded(probe.name, lambda p=probe: p.observe(event))  # type: ignore[misc]
@@ -103,23 +111,31 @@ def _run(run: str, subject: Subject, listeners: list[Probe], reasons: dict[str, 
         if run == "gradient":
             leaves, (args, kwargs) = variants.differentiable((args, kwargs))
             with subject.session.gradient_run(args, kwargs, mode=MODES[run], watch=(watching,)) as output:
-                _gradients(subject, output, leaves)
-        else:
-            output = subject.session.forward(args, kwargs, mode=MODES[run], watch=(watching,))
-            subject.outputs[run] = variants.detached(output)
-    except Exception as error:
+                return _gradients(subject, output, leaves)
+        output = subject.session.forward(args, kwargs, mode=MODES[run], watch=(watching,))
+        subject.outputs[run] = detached(output)
+    except BadInput:  # the loss is the user's
+        raise
+    except (Exception, SystemExit) as error:
         # The model ran in eval mode when its sites were found; that it cannot run otherwise is a result, not a crash.
-        return f"the model raised in the {run} run: {type(error).__name__}: {error}"
+        return f"{RAISED} the {run.replace('_', ' ')} run: {type(error).__name__}: {error}"
     return ""
 
 
-def _gradients(subject: Subject, output: Any, leaves: list[torch.Tensor]) -> None:
-    """Of the parameters; those of the inputs are asked for too, so that every norm on the way takes its input's:
-    PyTorch 2.13 on the CPU crashes in a channels-last group norm whose input gradient nobody needs."""
+def _gradients(subject: Subject, output: Any, leaves: list[torch.Tensor]) -> str:
+    """Of the parameters; "" where there are any, else why not.
+
+    Those of the inputs are asked for too, so that every norm on the way takes its input's: PyTorch 2.13 on the CPU
+    crashes in a channels-last group norm whose input gradient nobody needs.
+    """
     named = {n: p for n, p in subject.session.model.named_parameters() if p.requires_grad}
-    loss = variants.loss(subject, output)
-    grads = torch.autograd.grad(loss, [*named.values(), *leaves], allow_unused=True)
+    with subject.session.protecting(subject.targets, subject.loss_fn):
+        value = loss(subject, output)
+        if value is None:
+            return "no output depends on a parameter"
+        grads = torch.autograd.grad(value, [*named.values(), *leaves], allow_unused=True)
     subject.gradients = {n: g for n, g in zip(named, grads, strict=False) if g is not None}
+    return ""
 
 
 def _finish(probe: Probe, subject: Subject) -> None:

@@ -8,6 +8,7 @@ buffers, which are small and cloned up front, and what a run really writes.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -35,6 +36,10 @@ __all__ = ["CHECKSUM_LIMIT", "MODES", "Refused", "Session", "clean_path", "is_tr
 MODES = ("now", "eval", "batch", "train")
 BUFFERS_UP_FRONT = 256 * 2**20
 """bytes of buffers, the smallest first, that are cloned before anything runs"""
+_ALONE = threading.RLock()
+"""random states and switches are of the whole process, and a model may be shared: one thread has a session at a time"""
+FRAMES = 10_000
+"""recursion limit in a run, put back after it"""
 CHECKSUM_LIMIT = 2 * 2**30
 """bytes of parameters up to which a checksum (about 3 GB/s) proves that nothing escaped"""
 
@@ -81,6 +86,15 @@ class Session:
     # -- the session's frame -------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
+        _ALONE.acquire()
+        try:
+            self._record()
+        except BaseException:  # __exit__ is not called where __enter__ has raised
+            _ALONE.release()
+            raise
+        return self
+
+    def _record(self) -> None:
         self._vault = Vault()
         # a scripted module keeps its children and tensors in C++, where only these lists show them
         everything = [*self.model.modules(), *self.model.parameters(), *self.model.buffers()]
@@ -106,24 +120,29 @@ class Session:
         try:
             for stash in self._stashes:
                 stash.silence()
-        except BaseException:  # Ctrl-C: __exit__ is not called where __enter__ has raised
+        except BaseException:
             self._bring_hooks_back()
             raise
         self._open = True
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with uninterrupted():
-            self._open = False
-            self._restore()
-            self._bring_hooks_back()
-            for tensor in self._tensors:
-                tensor.restore_version()
-            for name in self._vault.changed():
-                self.unverified.append(
-                    f"{name}: its memory was changed by something no operation showed (a C++ extension, a raw "
-                    f"pointer) and could not be put back"
-                )
+        try:
+            with uninterrupted():
+                self._leave()
+        finally:
+            _ALONE.release()
+
+    def _leave(self) -> None:
+        self._open = False
+        self._restore()
+        self._bring_hooks_back()
+        for tensor in self._tensors:
+            tensor.restore_version()
+        for name in self._vault.changed():
+            self.unverified.append(
+                f"{name}: its memory was changed by something no operation showed (a C++ extension, a raw "
+                f"pointer) and could not be put back"
+            )
 
     def _save_buffers(self) -> None:
         """Buffers are what models write, also in ways that no operation shows; large ones wait for a write."""
@@ -152,7 +171,7 @@ class Session:
                     self.unverified.append(failure)
 
     @contextmanager
-    def _restoring(self, *inputs: Any) -> Iterator[tuple[Vault, ...]]:
+    def protecting(self, *inputs: Any) -> Iterator[tuple[Vault, ...]]:
         """Whatever happens inside to the model, to ``inputs`` or to global state is undone."""
         if not self._open:
             raise RuntimeError(
@@ -246,10 +265,12 @@ class Session:
         with torch.inference_mode(False):
             # a forward may write its input, or save it for backward: torch allows neither for inference tensors
             args, kwargs = independent((args, kwargs), torch.Tensor.is_inference)
-        with self._restoring(args, kwargs) as vaults:
+        with self.protecting(args, kwargs) as vaults:
             for path, flag in flags.items():
                 set_training(self.modules[path], flag)
             seed_everything(self.seed)
+            # following a model takes several frames where its own call takes one
+            sys.setrecursionlimit(max(sys.getrecursionlimit(), FRAMES))
             with ExitStack() as around:
                 around.enter_context(torch.inference_mode(False))
                 around.enter_context(torch.set_grad_enabled(grad))
@@ -277,7 +298,7 @@ class Session:
         {'': True, '0': True}
         """
         if calls not in self._modes:
-            with self._restoring():
+            with self.protecting():
                 for call in calls:
                     getattr(self.model, call)()
                 self._modes[calls] = {path: is_training(module) for path, module in self.modules.items()}

@@ -84,7 +84,7 @@ def _module_sites(names: ModuleNames, session: Session) -> dict[str, Site]:
             module=module,
             aliases=names.aliases(module),
             spec=found.spec,
-            tensors=found.tensors,
+            tensors={key: torch.as_tensor(state) for key, state in found.tensors.items()},
             # model.train() may leave this module in eval mode, and eval() in train mode
             mode_train=found.mode_train if in_train.get(path, True) else found.mode_eval,
             mode_eval=found.mode_train if in_eval.get(path, False) else found.mode_eval,

@@ -15,6 +15,7 @@ import torch
 
 from normscope.doctor.change import change, some
 from normscope.doctor.probes import Probe
+from normscope.doctor.variants import other_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +69,7 @@ class PaddingProbe(Probe):
     """``measured["padding"]``: :class:`Padding`."""
 
     name = "padding"
-    runs = ("eval", "padded", "padded_longer")
+    runs = ("eval", "padded", "other_length")
 
     def start(self, subject: Subject) -> str | None:
         if subject.mask is None:
@@ -79,12 +80,12 @@ class PaddingProbe(Probe):
         chosen = torch.linspace(0, len(rows) - 1, min(len(rows), POSITIONS)).round().long()
         self._valid = (rows[chosen], cols[chosen])
         self._samples, self._length = subject.mask.shape
-        longer = self._length + max(1, self._length // 4)
-        self._lengths = {"eval": self._length, "padded": self._length, "padded_longer": longer}
+        other = other_length(subject.mask)
+        self._lengths = {"eval": self._length, "padded": self._length, "other_length": other}
         self._before: dict[
             tuple[str, int], dict[Layout, tuple[NDArray[np.float64], NDArray[np.float64]]]
         ] = {}
-        self._found: dict[str, dict[str, Mixing]] = {"padded": {}, "padded_longer": {}}
+        self._found: dict[str, dict[str, Mixing]] = {"padded": {}, "other_length": {}}
         return None
 
     def observe(self, event: Event) -> None:
@@ -119,9 +120,9 @@ class PaddingProbe(Probe):
         assert subject.mask is not None
         return Padding(
             self._found["padded"],
-            self._found["padded_longer"],
+            self._found["other_length"],
             self._at_output(subject, "padded"),
-            self._at_output(subject, "padded_longer"),
+            self._at_output(subject, "other_length"),
             int((~subject.mask).sum()),
             subject.mask.numel(),
         )

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from normscope.doctor.change import change, some
+from normscope.doctor.nested import detached
 from normscope.doctor.probes import Probe
-from normscope.doctor.variants import detached
 
 if TYPE_CHECKING:
     from normscope.doctor.site import Call, Neighbour

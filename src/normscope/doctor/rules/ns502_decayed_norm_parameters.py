@@ -55,7 +55,7 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         id(parameter): group
         for group in subject.optimizer.param_groups
         for parameter in group["params"]
-        if group.get("weight_decay", 0) > 0 and parameter.requires_grad
+        if (group.get("weight_decay") or 0) > 0 and parameter.requires_grad
     }
     found = []
     for site in subject.sites:

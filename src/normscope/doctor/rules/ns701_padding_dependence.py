@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 @rule("NS701", "padding-dependence", kinds="D", needs=("padding",))
 def check(subject: Subject) -> Iterator[Finding | NotRun]:
     measured: Padding = subject.measured["padding"]
-    for run in ("padded", "padded_longer"):
+    for run in ("padded", "other_length"):
         if subject.runs.get(run):
             yield NotRun("NS701", subject.runs[run])
     guilty = {

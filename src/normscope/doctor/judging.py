@@ -1,0 +1,62 @@
+"""The rules applied to what was measured. A rule that could not look has not passed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from normscope.doctor import runs
+from normscope.doctor.report import Finding, NotRun
+from normscope.doctor.rules import Rule
+from normscope.doctor.subject import Subject
+
+
+def judge(
+    rules: Iterable[Rule], subject: Subject, reasons: dict[str, str]
+) -> tuple[list[Finding], list[str], list[NotRun]]:
+    """Findings, codes of the rules that looked and found nothing, and what could not be decided.
+
+    ``reasons``: probe name -> why it could not run.
+    """
+    findings: list[Finding] = []
+    passed: list[str] = []
+    not_run: list[NotRun] = []
+    for rule in rules:
+        blocked = _blocked(rule, subject, reasons)
+        if blocked is not None:
+            not_run.append(blocked)
+            continue
+        try:
+            results = list(rule.check(subject))
+        except Exception as error:  # a fault of one rule costs that rule, not the report
+            not_run.append(NotRun(rule.code, f"internal error: {type(error).__name__}: {error}"))
+            continue
+        found = [named(result, rule) for result in results if isinstance(result, Finding)]
+        undecided = [result for result in results if isinstance(result, NotRun)]
+        partly = runs.not_run(rule.code, rule.uses, reasons)
+        if partly is not None and not found:
+            undecided.append(NotRun(rule.code, f"decided from the modules alone; on data it {partly.reason}"))
+        if not found and not undecided and not any(True for _ in subject.known()):
+            undecided.append(NotRun(rule.code, "no site whose specification is known"))
+        findings += found
+        not_run += undecided
+        if not found and not undecided:
+            passed.append(rule.code)
+    return findings, passed, not_run
+
+
+def _blocked(rule: Rule, subject: Subject, reasons: dict[str, str]) -> NotRun | None:
+    if not subject.sites:
+        return NotRun(rule.code, "no normalization was found")
+    if rule.stateful and not any(site.has_running_state for site in subject.sites):
+        return NotRun(rule.code, "no site keeps running statistics")
+    if ("data" in rule.needs or rule.real_data) and not subject.has_data:
+        return NotRun(rule.code, "needs data: pass inputs")
+    if rule.real_data and subject.synthetic:
+        return NotRun(rule.code, "random inputs say nothing about your data: pass real samples")
+    return runs.not_run(rule.code, rule.needs, reasons)
+
+
+def named(finding: Finding, rule: Rule) -> Finding:
+    """The finding, and those folded under it, with the rule's name."""
+    return replace(finding, name=rule.name, also=tuple(named(f, rule) for f in finding.also))
