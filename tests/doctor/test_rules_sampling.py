@@ -194,6 +194,44 @@ class TestCoupling:
         assert found.evidence["mode_in_eval"] == "batch"
         assert found.evidence["strength_at_output"] > 0
 
+    def left_in_train(self, model: nn.Module, x: object = None) -> list[Finding]:
+        return findings(normscope.check(model, x, select=["NS202"]), "NS202")
+
+    def test_one_norm_left_in_train_mode(self) -> None:
+        model = settled(convolutional())
+        model[3].bn1.train()
+        (found,) = self.left_in_train(model)
+        assert (found.site, found.severity, found.evidence["strength"]) == ("3.bn1", "warning", None)
+        (found,) = self.left_in_train(model, images(8))
+        assert (found.site, found.severity) == ("3.bn1", "warning"), (
+            "earlier norms change its input in that run"
+        )
+        assert found.message == (
+            "the model is in eval mode and this norm is in train mode: as handed over it normalizes by the batch, so "
+            "other samples change its output, and every forward moves its running statistics."
+        )
+        x, y = images(8), images(8)
+        y[0] = x[0]
+        assert not torch.allclose(model(x)[0], model(y)[0], atol=1e-3)
+        model.eval()  # the fix
+        assert self.left_in_train(model) == self.left_in_train(model, images(8)) == []
+        assert torch.equal(model(x)[0], model(y)[0])
+
+    def test_the_stem_left_in_train_mode_is_measured(self) -> None:
+        model = settled(convolutional())
+        model[1].train()
+        model[4].bn2.train()
+        (found,) = self.left_in_train(model, images(8))
+        assert (found.site, found.severity, found.evidence["sites"]) == ("1", "error", 2)
+        assert found.evidence["strength"] > 0.05
+        assert [f.site for f in found.also] == ["4.bn2"]
+
+    def test_training_as_a_whole_and_norms_without_memory_are_no_fault(self) -> None:
+        assert self.left_in_train(settled(convolutional()).train(), images(8)) == []
+        stateless = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()
+        stateless[1].train()
+        assert self.left_in_train(stateless, torch.randn(8, 4)) == []
+
     def test_functional_call_with_a_hard_wired_flag(self) -> None:
         class Wired(nn.Module):
             def __init__(self) -> None:

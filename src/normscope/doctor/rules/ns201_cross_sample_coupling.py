@@ -36,6 +36,7 @@ virtual batches of a fixed size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,9 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
     if first is None:
         return
     name, coupling = first
+    if not math.isfinite(coupling.strength + (measured.output_batch or 0.0)):
+        yield NotRun("NS201", "outputs hold NaN or infinities, so their change has no size (see NS406)", name)
+        return
     couple = [other for other, c in ordered if c.changed and c.mode == "batch"]
     evidence = {"strength": coupling.strength, "sites": len(couple)}
     message = (

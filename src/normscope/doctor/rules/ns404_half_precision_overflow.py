@@ -41,6 +41,7 @@ what makes the activations so large.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ LOST = 0.5
 def check(subject: Subject) -> Iterator[Finding]:
     for site in subject.known():
         seen = subject.measured["ranges"].get(site.name)
-        if seen is not None:
+        if seen is not None and math.isfinite(seen.largest):  # NS406 tells of inputs that are not
             finding = _judged(site, seen, subject.measured["precision"].get(site.name))
             if finding is not None:
                 yield finding

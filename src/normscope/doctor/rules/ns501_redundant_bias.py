@@ -38,6 +38,7 @@ remove it: the function in eval stays the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,8 @@ def check(subject: Subject) -> Iterator[Finding]:
 
 
 def _redundant(fed: Any) -> bool:
+    if not math.isfinite(fed.magnitude):
+        return False  # NS406's: NaN has an effect
     if fed.gradient is None:
         return bool(fed.removed)
     if fed.removed is None:
