@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SHARE = 0.10
-"""of the channels must differ beyond sampling error ..."""
+"""of the channels, and two of them where there are more than two, must differ beyond sampling error ..."""
 SHIFT = 0.25
 """... and the means by more than this many standard deviations ..."""
 LOG_VAR = 0.4
@@ -30,6 +30,12 @@ class Difference:
     """log of (batch variance + eps) / (stored variance + eps): of the median channel or of the mean ratio, whichever
     is nearer to 0. Sparse activations have heavy tails: in few samples most channels look too quiet and a few too
     loud, so either number alone strays, and to opposite sides; a true change of scale moves both."""
+    channels: int
+    """how many live channels there are"""
+
+    def common(self, share: float) -> bool:
+        """More channels than chance puts beyond sampling error."""
+        return share > SHARE and round(share * self.channels) >= min(2, self.channels)
 
 
 def matters(found: Difference) -> tuple[float, bool]:
@@ -38,5 +44,5 @@ def matters(found: Difference) -> tuple[float, bool]:
     Where one is, the size is that of the significant ones.
     """
     both = ((found.shift / SHIFT, found.share_mean), (abs(found.log_var) / LOG_VAR, found.share_var))
-    proven = [effect for effect, share in both if share > SHARE and effect > 1]
+    proven = [effect for effect, share in both if found.common(share) and effect > 1]
     return (max(proven), True) if proven else (max(effect for effect, _ in both), False)

@@ -8,7 +8,7 @@ standardized, and one stale site stays one site. An eval forward would spread it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -138,7 +138,7 @@ def _between(
         shifted = SampleMoments(call.mean - average_mean + centre, call.var, call.elements)
         paired = difference(shifted, centre, average_var, live & (average_var > 0), eps, within=within)
         whole = difference(call, centre, average_var, live & (average_var > 0), eps, within=within)
-        both = Difference(paired.share_mean, whole.share_var, whole.shift, whole.log_var)
+        both = replace(whole, share_mean=paired.share_mean)
         found.append((max(both.shift, abs(both.log_var)), index, both))
     _, worst, result = max(found, key=lambda item: item[0])
     return result, worst
