@@ -418,6 +418,7 @@ class TestCheckpointAlone:
             measured={},
             optimizer=None,
             frozen_policy="",
+            inputs_dependent="",
             model=nn.Module(),
         )
         assert not [f for f in all_rules()[code].check(subject) if isinstance(f, Finding)]  # type: ignore[arg-type]

@@ -304,7 +304,52 @@ class TestStatisticsNotWarm:
         assert finding.evidence["mean_error"] == pytest.approx(
             np.median(share * mean / np.sqrt(var)), rel=1e-4
         )
+        assert finding.severity == "info", "a counter alone proves nothing"
+        assert "a batch of data tells" in finding.message
+
+    @staticmethod
+    def short(steps: int, momentum: float = 0.1) -> Net:
+        model = Net(momentum=momentum).train()
+        with torch.no_grad():
+            for _ in range(steps):
+                model(torch.randn(32, 3, 8, 8) * 4 + 2)
+        return model
+
+    def images(self) -> torch.Tensor:
+        return images(32, scale=4.0, shift=2.0)
+
+    @pytest.mark.parametrize("steps", [8, 14])
+    def test_the_batch_confirms_it(self, steps: int) -> None:
+        model = self.short(steps)
+        (finding,) = found(model, "NS311", self.images())
         assert finding.severity == "warning"
+        assert finding.evidence["shown_by_this_batch"] == pytest.approx(1, abs=0.5)
+        model.norm.reset_running_stats()
+        model.norm.momentum = None
+        needed = int(finding.fix.split("over ")[1].split()[0])
+        with torch.no_grad():
+            for _ in range(needed):  # the fix
+                model(torch.randn(32, 3, 8, 8) * 4 + 2)
+        model.norm.momentum = 0.1
+        assert not found(model, "NS311", self.images())
+        assert not found(model, "NS311")
+
+    @pytest.mark.parametrize("steps", [8, 22])
+    @pytest.mark.parametrize("samples", [8, 32])
+    def test_update_bn_is_silent(self, steps: int, samples: int) -> None:
+        """Momentum is None while it averages and 0.1 again behind it: the counter is small, the statistics right."""
+        model = self.short(5)
+        loader = [torch.randn(32, 3, 8, 8) * 4 + 2 for _ in range(steps)]
+        torch.optim.swa_utils.update_bn(loader, model)
+        assert (model.norm.momentum, int(model.norm.num_batches_tracked)) == (0.1, steps)
+        assert not found(model, "NS311", self.images()[:samples])
+        (finding,) = found(model, "NS311")
+        assert finding.severity == "info"
+        assert "(update_bn, momentum None) or loaded are right all the same" in finding.message
+
+    def test_copies_prove_nothing(self) -> None:
+        (finding,) = found(self.short(8), "NS311", self.images()[:1].repeat(16, 1, 1, 1))
+        assert finding.severity == "info"
 
     def test_standardized_inputs_are_info(self) -> None:
         norm = nn.BatchNorm1d(2, momentum=0.01).train()

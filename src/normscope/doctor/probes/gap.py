@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from normscope.doctor import initial_values
 from normscope.doctor.history import statistics_at_start
 from normscope.doctor.moments import SampleMoments, sample_moments
 from normscope.doctor.probes import Probe
@@ -48,6 +49,9 @@ class SiteGap:
     """with several calls: of the one farthest from the average over calls, against that average"""
     call: int = 0
     """index of that call"""
+    cold: float | None = None
+    """how much of the distortion that initial values 0 and 1 would still cause this batch shows: about 1 where they are
+    in the running statistics, about 0 where they are not; None where the counter predicts none"""
     reason: str = ""
 
 
@@ -105,12 +109,16 @@ def _measure(order: int, site: Site, spec: NormSpec, calls: list[SampleMoments |
     eps = spec.eps or 0.0
     noise = _state_noise(site, spec, moments[0].mean.shape[1])
     within = _within_samples(spec)
-    gap = difference(_joined(moments), mean, var, live, eps, noise, within)
+    batch = _joined(moments)
+    gap = difference(batch, mean, var, live, eps, noise, within)
     between, worst = None, 0
     if len(moments) > 1:
         between, worst = _between(moments, live, eps, within)
     samples = moments[0].mean.shape[1]
-    return SiteGap(order, samples, int(live.sum()), gap, len(moments), between, worst)
+    now = batch.var[0].mean(0) if within else batch.batch_var
+    stored, seen = (mean[live], var[live]), (batch.batch_mean[live], now[live])
+    cold = initial_values.shown(initial_values.share(site, spec), stored, seen, eps)
+    return SiteGap(order, samples, int(live.sum()), gap, len(moments), between, worst, cold)
 
 
 def _joined(calls: list[SampleMoments]) -> SampleMoments:
