@@ -87,6 +87,7 @@ def test_a_lone_norm_is_its_own_block():
         parameters_frozen=True,
         block_frozen=True,
         block="",
+        rest_frozen=False,
     )
 
 

@@ -121,7 +121,63 @@ class TestHalfFrozen:
         model = Net(affine=False).train()
         frozen(model.block)
         (finding,) = found(model, "NS305")
-        assert finding.message.startswith("the block around this norm is frozen")
+        assert finding.message.startswith("the parameters around this norm are frozen")
+
+    @pytest.mark.parametrize("policy", ["", "statistics", "both"])
+    def test_a_norm_in_eval_for_now_is_told_once(self, policy: str) -> None:
+        """A loop of ``model.train(); backbone.eval()``."""
+        model = Net().train()
+        frozen(model.block)
+        model.block.eval()
+        report = normscope.check(model, select=["NS305", "NS306"], frozen_policy=policy)
+        assert [(f.code, f.severity) for f in report.findings] == [("NS306", "warning")]
+
+    @pytest.mark.parametrize("policy", ["", "statistics", "both"])
+    def test_overriding_train_makes_both_go_away(self, policy: str) -> None:
+        model = Net().train()
+        frozen(model.block)
+        assert "override train()" in found(model, "NS305", frozen_policy=policy)[0].fix
+        model.sticky = True
+        model.train()
+        assert not normscope.check(model, select=["NS305", "NS306"], frozen_policy=policy).findings
+
+    def test_the_other_fixes(self) -> None:
+        model = Net().train()
+        frozen(model.block)
+        assert "frozen_policy='affine'" in found(model, "NS305")[0].fix
+        assert not found(model, "NS305", frozen_policy="affine")
+
+    @pytest.mark.parametrize("policy", ["statistics", "both", "affine"])
+    def test_a_policy_when_nothing_is_frozen(self, policy: str) -> None:
+        model = Net().train()
+        (finding,) = found(model, "NS305", frozen_policy=policy)
+        assert (finding.severity, finding.evidence["diagnosis"]) == ("warning", "nothing frozen")
+        if policy != "statistics":
+            frozen(model.norm)
+        model.sticky = policy != "affine"
+        model.train()
+        assert not found(model, "NS305", frozen_policy=policy), "its fix, applied"
+
+    def test_trained_gains_in_a_frozen_block_with_live_statistics(self) -> None:
+        model = Net().train()
+        frozen(model.block[0])
+        (finding,) = found(model, "NS305", frozen_policy="statistics")
+        assert (finding.severity, finding.evidence["diagnosis"]) == ("warning", "policy")
+        assert [f.evidence["diagnosis"] for f in found(model, "NS305", frozen_policy="affine")] == [
+            "nothing frozen"
+        ]
+        assert not found(model, "NS305"), "without a policy this is how batch norms alone are trained"
+
+    def test_a_new_head_beside_a_frozen_backbone_is_silent(self) -> None:
+        class Headed(Net):
+            def __init__(self) -> None:
+                super().__init__(sticky=True)
+                self.head = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+        model = Headed()
+        frozen(model.block)
+        for policy in ("statistics", "both", "affine"):
+            assert not found(model.train(), "NS305", frozen_policy=policy)
 
 
 class TestFreezeNotSticky:

@@ -35,6 +35,8 @@ class Freeze:
     """no parameter of the smallest enclosing module that holds others than the site's own requires a gradient"""
     block: str
     """path of that module"""
+    rest_frozen: bool
+    """the same of its parameters but the site's own"""
 
 
 class FreezeProbe(Probe):
@@ -69,6 +71,7 @@ def _freeze(site: Site, names: ModuleNames, in_train: dict[str, bool], in_eval: 
         parameters_frozen=_frozen(own),
         block_frozen=_frozen(block.parameters()),
         block=names.path(block) or "",
+        rest_frozen=_frozen(p for p in block.parameters() if id(p) not in {id(tensor) for tensor in own}),
     )
 
 

@@ -12,9 +12,11 @@ is meant:
 | frozen statistics | trained | fixed | `"statistics"` |
 | fully frozen | fixed | fixed | `"both"` |
 
-A warning where the declared policy contradicts what happens, where the whole block around the norm is frozen
-(its weights expect the old statistics), or where this batch's statistics already differ from the stored ones
-(NS304). Else info.
+A warning where the declared policy contradicts what happens: statistics move under a policy that fixes them, in a
+norm or block whose parameters are frozen, or nothing is frozen at all. Without a policy, a warning where the whole
+block around the norm is frozen (its weights expect the old statistics), or where this batch's statistics already
+differ from the stored ones (NS304); else info. A norm that is in eval now, and not after the next `train()`, is
+NS306's.
 
 ## Why it matters
 A frozen backbone whose statistics drift towards a small fine-tuning set is no longer the backbone that was
@@ -40,8 +42,17 @@ print(report)
 ```
 
 ## Fix
-To freeze the statistics too, put the norms in eval mode after every `model.train()` (override `train`), or
-replace them by frozen batch norms. To train the gain and bias, turn `requires_grad` on again.
+To freeze the statistics too, override `train` so that it puts the norms into eval mode again:
+
+```python
+def train(self, mode=True):
+    super().train(mode)
+    self.backbone.eval()
+    return self
+```
+
+or replace them by frozen batch norms. To train the gain and bias, turn `requires_grad` on again. To let the
+statistics follow the data, say `frozen_policy="affine"`.
 
 ## References
 - Li et al. 2017, Revisiting Batch Normalization for Practical Domain Adaptation: statistics of the new
@@ -65,19 +76,28 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
 
 
+FIXED = ("statistics", "both")
+"""policies under which the statistics stand still"""
+
+
 @rule("NS305", "half-frozen", kinds="S", stateful=True, needs=("freeze",))
 def check(subject: Subject) -> Iterator[Finding]:
-    if subject.frozen_policy == "affine":
+    policy, freeze = subject.frozen_policy, subject.measured["freeze"]
+    sites = [(site, freeze[site.name]) for site in subject.sites if site.name in freeze]
+    if policy and _nothing_frozen(policy, sites):
+        trained = (site for site, frozen in sites if policy == "affine" or _live(site, frozen))
+        yield from fold(_unfrozen(site, policy) for site in trained)
+        return
+    if policy == "affine":
         return
     in_use = not subject.model.training and not any(p.requires_grad for p in subject.model.parameters())
     diagnoses: dict[str, list[Finding]] = {}
-    for site in subject.sites:
-        frozen = subject.measured["freeze"].get(site.name)
-        live = site.has_running_state and site.mode_train == "batch"
-        if frozen is None or not (live and frozen.training_after_train):
+    for site, frozen in sites:
+        if not _live(site, frozen) or _not_sticky(subject, frozen):
             continue
         no_affine = site.requires_grad("weight") is None and site.requires_grad("bias") is None
-        if not (frozen.parameters_frozen or (no_affine and frozen.block_frozen)):
+        declared = policy in FIXED and frozen.rest_frozen
+        if not (frozen.parameters_frozen or (no_affine and frozen.block_frozen) or declared):
             continue
         reason, why = _reason(subject, site, frozen, in_use)
         diagnoses.setdefault(reason, []).append(_finding(site, frozen, reason, why))
@@ -85,11 +105,51 @@ def check(subject: Subject) -> Iterator[Finding]:
         yield from fold(findings)
 
 
+def _live(site: Site, frozen: Any) -> bool:
+    """Its running statistics move after the model's own train()."""
+    return site.has_running_state and site.mode_train == "batch" and bool(frozen.training_after_train)
+
+
+def _not_sticky(subject: Subject, frozen: Any) -> bool:
+    """Frozen until the next train(), which NS306 tells."""
+    return not frozen.training_now and (subject.model.training or subject.frozen_policy in FIXED)
+
+
+def _nothing_frozen(policy: str, sites: list[tuple[Site, Any]]) -> bool:
+    """No norm is as the policy says, not even in part."""
+    if policy == "affine":
+        return not any(frozen.parameters_frozen for _, frozen in sites)
+    fixed = (site.has_running_state and not (_live(site, now) and now.training_now) for site, now in sites)
+    return not any(fixed) and not any(now.parameters_frozen or now.rest_frozen for _, now in sites)
+
+
+def _unfrozen(site: Site, policy: str) -> Finding:
+    meant = {"affine": "gain and bias", "statistics": "the running statistics", "both": "all of them"}[policy]
+    now = (
+        "gain and bias are trained"
+        if policy == "affine"
+        else "the statistics move with every batch after train()"
+    )
+    fix = {
+        "affine": "set requires_grad to False on gain and bias",
+        "statistics": "override train() so that it puts this norm into eval mode again",
+        "both": "set requires_grad to False, and override train() so that it puts this norm into eval mode again",
+    }[policy]
+    return Finding(
+        code="NS305",
+        site=site.name,
+        message=f"the declared policy {policy!r} freezes {meant}, but nothing is frozen in any norm: {now}.",
+        evidence={"diagnosis": "nothing frozen", "policy": policy},
+        fix=f"{fix}, or declare no policy",
+        mode="train",
+    )
+
+
 def _reason(subject: Subject, site: Site, frozen: Any, in_use: bool) -> tuple[str, str]:
     """The diagnosis, and the words for it."""
     from normscope.doctor.significance import matters  # which needs NumPy, and pages are read without it
 
-    if subject.frozen_policy in ("statistics", "both"):
+    if subject.frozen_policy in FIXED:
         return "policy", f"the declared policy is {subject.frozen_policy!r}, which fixes them."
     if in_use:
         return (
@@ -116,7 +176,7 @@ def _reason(subject: Subject, site: Site, frozen: Any, in_use: bool) -> tuple[st
 
 def _finding(site: Site, frozen: Any, reason: str, why: str) -> Finding:
     running = site.spec.running if site.spec is not None else None
-    held = "gain and bias are" if frozen.parameters_frozen else "the block around this norm is"
+    held = "gain and bias are" if frozen.parameters_frozen else "the parameters around this norm are"
     return Finding(
         code="NS305",
         site=site.name,
@@ -129,6 +189,7 @@ def _finding(site: Site, frozen: Any, reason: str, why: str) -> Finding:
             "momentum": None if running is None else running.momentum,
             "diagnosis": reason,
         },
-        fix="keep this norm in eval mode after every train(), or declare frozen_policy='affine' if this is meant",
+        fix="override train() so that it puts this norm into eval mode again, or use a frozen batch norm; if this is "
+        "meant, declare frozen_policy='affine'",
         mode="train",
     )

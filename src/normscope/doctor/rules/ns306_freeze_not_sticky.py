@@ -93,6 +93,7 @@ def _finding(site: Site, policy: str) -> Finding:
             "momentum": momentum,
             "moved_after_100": moved,
         },
-        fix="override train() so that it puts this norm into eval mode again, or use a frozen batch norm",
+        fix="override train() so that it puts this norm into eval mode again, or use a frozen batch norm; a loop that "
+        "calls eval() on it after every train() is right: ignore NS306 there",
         mode="train",
     )
