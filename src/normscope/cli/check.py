@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import typer
 
-from normscope.cli.frame import FINDINGS, console, progress
+from normscope.cli import streams
+from normscope.cli.frame import FINDINGS, console, note, progress
 from normscope.errors import BadInput
 
 FORMATS = ("text", "json", "sarif", "github")
+HINT = (
+    "what these need is given by --data FILE, with the keys inputs, targets and mask, or by a target that returns a "
+    "dict with model, inputs, targets, mask, loss_fn, optimizer"
+)
 
 
 def command(
@@ -40,13 +44,19 @@ def command(
     format_: str = typer.Option("text", "--format", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}."),
     html: Path | None = typer.Option(None, "--html", metavar="FILE", help="Also write a page."),
     seed: int | None = typer.Option(None, "--seed", help="Seed of everything random."),
-    dataset_size: int | None = typer.Option(None, "--dataset-size", help="Number of training samples."),
+    dataset_size: int | None = typer.Option(
+        None, "--dataset-size", min=1, help="Number of training samples."
+    ),
     frozen_policy: str | None = typer.Option(
         None, "--frozen-policy", help="What you meant to freeze: statistics, affine or both."
     ),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
-) -> None:
+) -> int:
     """Check every normalization of a model on your data; nothing in the model is changed.
+
+    TARGET is a module, or a function returning one, (model, inputs[, targets]), or a dict with model, inputs,
+    targets, mask, loss_fn, optimizer, dataset_size. A file given with --data holds one array, or named ones: inputs,
+    targets, mask (true where valid); other names are passed to the model as keyword arguments.
 
     Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 the command or target is wrong.
     """
@@ -54,17 +64,23 @@ def command(
     from normscope.doctor.report import severity_rank
 
     defaults = settings.load()
-    fail_on = fail_on or defaults.fail_on
+    fail_on = defaults.fail_on if fail_on is None else fail_on
     severity_rank(fail_on)
     if format_ not in FORMATS:
         raise BadInput(f"--format is one of {', '.join(FORMATS)}; got {format_!r}")
-    if html is not None and not html.resolve().parent.is_dir():
-        raise BadInput(f"--html {html}: the folder {html.resolve().parent} does not exist; make it first")
+    if html is not None:
+        _writable(html)
+    wanted = _codes("--select", select) or defaults.select
+    unwanted = _codes("--ignore", ignore) or defaults.ignore
+    out = streams.claim()
     with progress() as step:
         from normscope import targets
         from normscope.doctor.check import check
 
         loaded = targets.resolve(target, data=data, input_spec=input_, weights=weights)
+        for said in loaded.notes:
+            note(said)
+        sizes = (dataset_size, loaded.dataset_size, defaults.dataset_size)
         report = check(
             loaded.model,
             loaded.inputs,
@@ -72,11 +88,11 @@ def command(
             loss_fn=loaded.loss_fn,
             optimizer=loaded.optimizer,
             mask=loaded.mask,
-            select=_codes(select) or defaults.select,
-            ignore=_codes(ignore) or defaults.ignore,
+            select=wanted,
+            ignore=unwanted,
             seed=defaults.seed if seed is None else seed,
-            dataset_size=dataset_size or loaded.dataset_size or defaults.dataset_size,
-            frozen_policy=frozen_policy or defaults.frozen_policy,
+            dataset_size=next((size for size in sizes if size is not None), None),
+            frozen_policy=defaults.frozen_policy if frozen_policy is None else frozen_policy,
             synthetic=loaded.synthetic,
             target=target,
             progress=step,
@@ -84,21 +100,45 @@ def command(
     if format_ == "text":
         from normscope.render.text import print_report, to_text
 
-        if sys.stdout.isatty():
-            print_report(report, console())
+        if out.isatty():
+            print_report(report, console(out), hint=HINT)
         else:
-            sys.stdout.write(to_text(report))
+            out.write(to_text(report, hint=HINT))
     elif format_ == "github":
         from normscope.render.github import to_github
 
-        sys.stdout.write(to_github(report))
+        out.write(to_github(report))
     else:
-        print(report.to_json() if format_ == "json" else report.to_sarif())
+        print(report.to_json() if format_ == "json" else report.to_sarif(), file=out)
+    out.flush()
     if html is not None:
         report.to_html(html)
-    if report.at_least(fail_on):
-        sys.exit(FINDINGS)
+    return FINDINGS if report.at_least(fail_on) else 0
 
 
-def _codes(words: list[str]) -> tuple[str, ...]:
-    return tuple(code.strip().upper() for word in words for code in word.split(",") if code.strip())
+def _codes(option: str, words: list[str]) -> tuple[str, ...]:
+    codes = tuple(code.strip() for word in words for code in word.split(",") if code.strip())
+    if words and not codes:
+        raise BadInput(f"{option} names no rule; write codes or their beginnings: {option} NS3,NS101")
+    return codes
+
+
+def _writable(page: Path) -> None:
+    """Raises BadInput for a page that could not be written once the check is done; leaves no file."""
+    advice = "name a file to write, such as report.html"
+    if page.is_dir():
+        raise BadInput(f"--html {page} is a folder; {advice}")
+    if page.exists() and not page.is_file():
+        raise BadInput(f"--html {page} is no ordinary file; {advice}")
+    if not page.resolve().parent.is_dir():
+        raise BadInput(f"--html {page}: the folder {page.resolve().parent} does not exist; make it first")
+    try:
+        if page.exists():
+            page.open("ab").close()
+        else:
+            page.touch()
+            page.unlink()
+    except OSError as error:
+        raise BadInput(
+            f"--html {page} cannot be written ({error.strerror}); {advice} in a folder of yours"
+        ) from error

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
 
 from normscope.errors import NormscopeError
 
@@ -15,37 +18,68 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-FINDINGS, WRONG = 1, 2
-"""exit codes: findings at or above --fail-on; the command or the target is wrong"""
+FINDINGS, WRONG, INTERRUPTED = 1, 2, 130
+"""exit codes: findings at or above --fail-on; the command or the target is wrong; Ctrl-C"""
 STEPS = 8
 """of a check without a mask: sites, five runs of the model, rules, and loading before them"""
 
 
-def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with errors as one message and exit code 2; ``--traceback`` shows where they came from."""
+def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
+    """The command with what it returns as the exit code, and errors as one message and exit code 2.
+
+    A command never exits by itself: a ``SystemExit`` can only be the user's code, and must not pass for a verdict.
+    ``--traceback`` shows where an error came from.
+    """
 
     @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> None:
         try:
-            return command(*args, **kwargs)
-        except (NormscopeError, OSError) as error:
-            if kwargs.get("traceback"):
-                raise
-            print(f"normscope: {error}", file=sys.stderr)
-            sys.exit(WRONG)
+            code = command(*args, **kwargs)
+            sys.stdout.flush()
+        except typer.Exit:
+            raise
         except KeyboardInterrupt:
-            print("normscope: interrupted; the model and your files are as they were", file=sys.stderr)
-            sys.exit(130)
+            _say("interrupted; the model and your files are as they were")
+            code = INTERRUPTED
+        except BaseException as error:
+            if kwargs.get("traceback"):
+                traceback.print_exception(error)
+            else:
+                _say(_explained(error))
+            code = WRONG
+        raise typer.Exit(code or 0)
 
     return run
 
 
-def console() -> Console:
-    """Standard output through rich: as wide as the terminal, 100 columns where there is none."""
+def note(text: str) -> None:
+    """What the user should know beside the report."""
+    _say(f"note: {text}")
+
+
+def _say(text: str) -> None:
+    print(f"normscope: {text}", file=sys.stderr)
+
+
+def _explained(error: BaseException) -> str:
+    from normscope.targets.failures import WIDTH, shortened, told
+
+    if isinstance(error, (NormscopeError, OSError)):
+        return shortened(str(error), width=4 * WIDTH)  # our own messages hold lists of what is known
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"stopped by {told(error)}\n"
+        f"    raised in {last.filename}, line {last.lineno}. If that is not your own code's doing, it is a fault of\n"
+        "    Normscope: please report it with what --traceback prints"
+    )
+
+
+def console(file: TextIO | None = None) -> Console:
+    """Standard output (or ``file``) through rich: as wide as the terminal, 100 columns where there is none."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else 100
-    return Console(width=width, highlight=False)
+    file = file or sys.stdout
+    return Console(file=file, width=None if file.isatty() else 100, highlight=False)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from normscope.errors import BadInput
 def command(
     code: str | None = typer.Argument(None, metavar="CODE", help="Such as NS304; without it, the list."),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
-) -> None:
+) -> int:
     """Print what a rule does, why it matters, and what to do about it."""
     from rich.markdown import Markdown
     from rich.table import Table
@@ -26,7 +26,7 @@ def command(
         for rule in rules.values():
             table.add_row(rule.code, rule.name, Text(rule.summary))
         out.print(table)
-        return
+        return 0
     matches = [rule for rule in rules.values() if code.upper() == rule.code or code.lower() == rule.name]
     if not matches:
         raise BadInput(f"there is no rule {code!r}; known: {', '.join(rules)}")
@@ -34,3 +34,4 @@ def command(
     kinds = ", ".join(KINDS[letter] for letter in rule.kinds)
     out.print(Text(f"{rule.code} {rule.name} ({kinds})", style="bold"))
     out.print(Markdown(rule.page.split(": ", 1)[1]))
+    return 0

@@ -29,13 +29,14 @@ TYPES = {
     "dataset_size": int,
     "frozen_policy": str,
 }
+POLICIES = ("statistics", "affine", "both")
 
 
 def load(start: Path | None = None) -> Settings:
     """Settings of the nearest ``pyproject.toml`` at or above ``start`` (the working directory).
 
     Raises:
-        BadInput: for a file that is no TOML, a name that is no setting, or a value of the wrong type.
+        BadInput: for a file that is no TOML, a name that is no setting, or a value that cannot be one.
     """
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents):
@@ -54,10 +55,7 @@ def _parse(file: Path) -> Settings:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{file} is not valid TOML: {error}") from error
-    table = document.get("tool", {})
-    table = table.get("normscope", {}) if isinstance(table, Mapping) else {}
-    if not isinstance(table, Mapping):
-        raise BadInput(f"{file}: [tool.normscope] must be a table, got {type(table).__name__}")
+    table = _table(file, _table(file, document, "tool"), "normscope", "tool.")
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
@@ -66,9 +64,38 @@ def _parse(file: Path) -> Settings:
             raise BadInput(f"{file}: [tool.normscope] has no setting {key!r}; known: {known}")
         if not isinstance(value, TYPES[name]) or isinstance(value, bool):
             raise BadInput(f"{file}: [tool.normscope] {key} must be a {TYPES[name].__name__}, got {value!r}")
-        if isinstance(value, list):
-            if not all(isinstance(item, str) for item in value):
-                raise BadInput(f"{file}: [tool.normscope] {key} must be a list of strings, got {value!r}")
-            value = tuple(value)
-        values[name] = value
+        values[name] = _value(file, key, value)
     return Settings(**values)
+
+
+def _table(file: Path, document: Mapping[str, Any], name: str, above: str = "") -> Mapping[str, Any]:
+    table = document.get(name, {})
+    if not isinstance(table, Mapping):
+        raise BadInput(f"{file}: [{above}{name}] must be a table, got {table!r}")
+    return table
+
+
+def _value(file: Path, key: str, value: Any) -> Any:
+    """The value as the check takes it, refused here where the file can be named."""
+    from normscope.doctor.report import SEVERITIES
+    from normscope.doctor.rules import all_rules
+
+    where = f"{file}: [tool.normscope] {key}"
+    name = key.replace("-", "_")
+    if name == "fail_on" and value not in SEVERITIES:
+        raise BadInput(f"{where} is one of {', '.join(SEVERITIES)}; got {value!r}")
+    if name == "frozen_policy" and value not in ("", *POLICIES):
+        raise BadInput(f"{where} is one of {', '.join(POLICIES)}; got {value!r}")
+    if name == "dataset_size" and value < 1:
+        raise BadInput(f"{where} is a number of samples, at least 1; got {value}")
+    if not isinstance(value, list):
+        return value
+    if not all(isinstance(item, str) for item in value):
+        raise BadInput(f"{where} must be a list of strings, got {value!r}")
+    codes = tuple(item.strip().upper() for item in value)
+    for code in codes:
+        if not code or not any(known.startswith(code) for known in all_rules()):
+            raise BadInput(
+                f"{where} names {code!r}, which begins no rule's code; known: {', '.join(all_rules())}"
+            )
+    return codes

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from normscope.cli import streams
 from normscope.cli.frame import console
 from normscope.errors import BadInput
 
@@ -26,10 +27,14 @@ def command(
     ),
     format_: str = typer.Option("text", "--format", metavar="FORMAT", help="text or json."),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
-) -> None:
-    """Print a table of every site: axes, variance, denominator, dtype, state, and mode in train and in eval."""
+) -> int:
+    """Print every site: axes, variance, denominator, dtype, state, and mode in train and in eval.
+
+    Wide terminals get a table, a line a site; narrow ones a block a specification, with the sites that have it.
+    """
     if format_ not in ("text", "json"):
         raise BadInput(f"--format is text or json; got {format_!r}")
+    out = streams.claim()
     from normscope import targets
     from normscope.doctor.describe import describe
     from normscope.render.sites import print_sites
@@ -37,6 +42,15 @@ def command(
     loaded = targets.resolve(target, data=data, input_spec=input_)
     rows = describe(loaded.model, loaded.inputs)
     if format_ == "json":
-        print(json.dumps({"schema": 1, "target": target, "sites": [row.to_dict() for row in rows]}, indent=2))
+        document = {"schema": 1, "target": target, "sites": [row.to_dict() for row in rows]}
+        print(json.dumps(document, indent=2), file=out)
+    elif rows:
+        print_sites(rows, console(out), ran=loaded.inputs is not None)
     else:
-        print_sites(rows, console())
+        out.write("no normalization found\n")
+        if loaded.inputs is None:
+            out.write(
+                "norms written as functions or by hand show only in a run: pass --data FILE or --input SHAPE\n"
+            )
+    out.flush()
+    return 0

@@ -33,9 +33,14 @@ def grouped(findings: Iterable[Finding]) -> list[Group]:
     ]
 
 
+def label(site: str) -> str:
+    """A site's name for people: a model that is itself a norm has none."""
+    return site or "the model"
+
+
 def listed(sites: Iterable[str], most: int = 6) -> str:
     """``a, b, c and 4 more``."""
-    names = [name or "the model" for name in sites]
+    names = [label(name) for name in sites]
     if len(names) <= most:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {len(names) - most} more"

@@ -69,7 +69,8 @@ def _result(finding: Finding, index: dict[str, int], target: str) -> dict[str, A
             {
                 "logicalLocations": [
                     {
-                        "fullyQualifiedName": f"{target}:{finding.site}" if target else finding.site,
+                        "fullyQualifiedName": ":".join(part for part in (target, finding.site) if part)
+                        or "the model",
                         "kind": "module",
                     }
                 ]

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from normscope.render.grouping import label
+from normscope.render.randomness import kept_random_state
+
+with kept_random_state():
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 if TYPE_CHECKING:
     from normscope.doctor.report import SiteRow
     from normscope.spec import NormSpec
 
+WIDE = 140
+"""columns from which the table fits"""
+INDENT = 16
+WHAT = ("axes", "divides by", "affine", "arithmetic", "state")
+WHERE = ("train", "eval", "calls")
 DENOMINATORS = {
     "variance": "sqrt({v} + {e})",
     "std": "sqrt({v}) + {e}",
@@ -22,67 +32,86 @@ DENOMINATORS = {
 }
 
 
-def print_sites(rows: Sequence[SiteRow], console: Console) -> None:
-    """A table where the terminal is wide enough, a block a site where it is not."""
-    if not rows:
-        console.print("no normalization found")
+@kept_random_state()
+def print_sites(rows: Sequence[SiteRow], console: Console, *, ran: bool = True) -> None:
+    """A table, a line a site, where the terminal is wide enough; else a block a specification, with its sites.
+
+    ``ran``: the model was run on inputs, so that calls were counted.
+    """
+    if console.width < WIDE:
+        _print_blocks(rows, console, ran)
         return
-    columns = (
-        "site",
-        "type",
-        "axes",
-        "divides by",
-        "affine",
-        "arithmetic",
-        "state",
-        "train",
-        "eval",
-        "calls",
-    )
-    cells = [_cells(row) for row in rows]
-    if console.width >= 140:
-        table = Table(*columns, box=None, padding=(0, 2, 0, 0))
-        for row in cells:
-            table.add_row(*map(Text, row))
-        console.print(table)
-        return
-    for row in cells:
-        console.print(Text(f"{row[0]}  {row[1]}", style="bold"))
-        for name, cell in zip(columns[2:], row[2:], strict=True):
-            if cell:
-                console.print(Text(f"    {name:<11} {cell}"))
+    table = Table("site", "type", *WHAT, *WHERE, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        cells = (_name(row), _type(row), *_what(row), row.mode_train, row.mode_eval, _calls(row, ran))
+        table.add_row(*map(Text, cells))
+    console.print(table)
 
 
-def _cells(row: SiteRow) -> tuple[str, ...]:
-    name = row.name or "(the model)"
-    if row.aliases:
-        name += f" = {', '.join(row.aliases)}"
-    if row.spec is None:
-        return (
-            name,
-            row.type_name,
-            row.reason,
-            "",
-            "",
-            "",
-            "",
-            row.mode_train,
-            row.mode_eval,
-            str(row.calls),
+def _print_blocks(rows: Sequence[SiteRow], console: Console, ran: bool) -> None:
+    blocks: dict[tuple[str, ...], list[SiteRow]] = {}
+    for row in rows:
+        blocks.setdefault((_type(row), *_what(row)), []).append(row)
+    for (type_name, *what), members in blocks.items():
+        alone = len(members) == 1
+        head = _name(members[0]) if alone else f"{len(members)} sites"
+        console.print(Text(f"{head}  {type_name}", style="bold"))
+        where = {row.name: _where(row, ran) for row in members}
+        shared = {
+            key: value
+            for key, value in where[members[0].name].items()
+            if all(w[key] == value for w in where.values())
+        }
+        _print_lines((*zip(WHAT, what, strict=True), *shared.items()), console)
+        if alone:
+            continue
+        places: dict[str, list[str]] = {}
+        for row in members:
+            own = ", ".join(f"{k} {v}" for k, v in where[row.name].items() if k not in shared and v)
+            places.setdefault(own, []).append(_name(row))
+        _print_lines(
+            (
+                ("sites" if i == 0 else "", ", ".join(names) + (f": {own}" if own else ""))
+                for i, (own, names) in enumerate(places.items())
+            ),
+            console,
         )
+
+
+def _print_lines(lines: Iterable[tuple[str, str]], console: Console) -> None:
+    """Words with what they say beside them, hanging."""
+    for word, text in lines:
+        if text:
+            body = wrap(text, max(console.width - INDENT, 20), break_on_hyphens=False)
+            first = f"    {word}".ljust(INDENT)
+            console.print(Text(f"\n{' ' * INDENT}".join([first + body[0], *body[1:]])), soft_wrap=True)
+
+
+def _name(row: SiteRow) -> str:
+    return " = ".join(label(name) for name in (row.name, *row.aliases))
+
+
+def _type(row: SiteRow) -> str:
+    return row.type_name + (", fused in deployment" if row.fused else "")
+
+
+def _what(row: SiteRow) -> tuple[str, ...]:
+    """The columns WHAT; for a site that was not identified, the reason."""
     spec = row.spec
-    return (
-        name,
-        row.type_name + (", fused in deployment" if row.fused else ""),
-        spec.stats + (f"  {dict(spec.sizes)}" if spec.sizes else ""),
-        denominator(spec),
-        _affine(spec),
-        _arithmetic(spec, row.dtypes),
-        _state(spec),
-        row.mode_train,
-        row.mode_eval,
-        str(row.calls),
-    )
+    if spec is None:
+        return (row.reason, "", "", "", "")
+    sizes = f"  {dict(spec.sizes)}" if spec.sizes else ""
+    return (spec.stats + sizes, denominator(spec), _affine(spec), _arithmetic(spec, row.dtypes), _state(spec))
+
+
+def _where(row: SiteRow, ran: bool) -> dict[str, str]:
+    """The columns WHERE, and the shapes that came."""
+    shapes = " ".join("x".join(map(str, shape)) for shape in row.shapes)
+    return {"train": row.mode_train, "eval": row.mode_eval, "calls": _calls(row, ran), "shape": shapes}
+
+
+def _calls(row: SiteRow, ran: bool) -> str:
+    return str(row.calls) if ran else "not run"
 
 
 def denominator(spec: NormSpec) -> str:

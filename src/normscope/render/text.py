@@ -5,12 +5,14 @@ from __future__ import annotations
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from normscope.render.grouping import Group, counted, grouped, label, listed, shown
+from normscope.render.randomness import kept_random_state
 
-from normscope.render.grouping import Group, counted, grouped, listed, shown
+with kept_random_state():
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
 
 if TYPE_CHECKING:
     from normscope.doctor.report import Report
@@ -18,16 +20,20 @@ if TYPE_CHECKING:
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 
 
-def to_text(report: Report, width: int = 100) -> str:
-    """The report as plain text."""
+def to_text(report: Report, width: int = 100, *, hint: str = "") -> str:
+    """The report as plain text; ``hint`` as for :func:`print_report`."""
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
-    print_report(report, console)
+    print_report(report, console, hint=hint)
     assert isinstance(console.file, StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def print_report(report: Report, console: Console) -> None:
-    """Print the report. All text goes through ``Text``: a module path may hold what looks like markup."""
+@kept_random_state()
+def print_report(report: Report, console: Console, *, hint: str = "") -> None:
+    """Print the report; ``hint`` says how to give what rules that were not run ask for.
+
+    All text goes through ``Text``: a module path may hold what looks like markup.
+    """
     known = [row for row in report.sites if row.spec is not None]
     unknown = len(report.sites) - len(known)
     head = Text(f"{report.target or 'model'}: ", style="bold")
@@ -42,13 +48,15 @@ def print_report(report: Report, console: Console) -> None:
     _label(console, "passed", f"{counted(len(report.passed), 'rule')}: {' '.join(report.passed) or 'none'}")
     for reason, codes in _reasons(report).items():
         _label(console, "not run", f"{codes}: {reason}")
+    if hint and any("pass " in entry.reason for entry in report.not_run):
+        _label(console, "", hint)
     for note in report.notes:
         _label(console, "note", note)
     console.print(Text(summary(report), style="bold"))
 
 
 def summary(report: Report) -> str:
-    """``2 errors, 1 warning, 3 infos``; counts every site, folded ones apart."""
+    """``2 errors, 1 warning, 3 for information``; counts every site, folded ones apart."""
     counts = [
         counted(number, severity)
         for severity in ("error", "warning")
@@ -64,7 +72,7 @@ def _print_group(group: Group, console: Console) -> None:
     first = group.first
     head = Text(f"{first.severity:<8}", style=STYLES[first.severity])
     head.append(f"{first.code} {first.name}", style="bold")
-    head.append(f"  {first.site or 'the model'}" + (f" ({first.mode})" if first.mode else ""))
+    head.append(f"  {label(first.site)}" + (f" ({first.mode})" if first.mode else ""))
     console.print(head)
     _indented(console, first.message)
     if first.evidence:
@@ -84,12 +92,12 @@ def _indented(console: Console, text: str, style: str = "") -> None:
     console.print(Padding(Text(text, style=style), (0, 0, 0, 8)))
 
 
-def _label(console: Console, label: str, text: str) -> None:
+def _label(console: Console, word: str, text: str) -> None:
     """A label and a hanging paragraph beside it."""
     grid = Table.grid(padding=(0, 0))
     grid.add_column(width=8, no_wrap=True)
     grid.add_column()
-    grid.add_row(Text(label, style="dim"), Text(text))
+    grid.add_row(Text(word, style="dim"), Text(text))
     console.print(grid)
 
 

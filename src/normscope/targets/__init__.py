@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".pt2")
 
 @dataclass
 class Loaded:
-    """A model with what came along with it."""
+    """A model with what came along with it; a target may return a dict of these names."""
 
     model: torch.nn.Module
     inputs: Any = None
@@ -27,6 +27,8 @@ class Loaded:
     optimizer: torch.optim.Optimizer | None = None
     dataset_size: int | None = None
     synthetic: bool = False
+    notes: list[str] = field(default_factory=list, init=False)
+    """what was done while loading that the user should know"""
 
 
 def resolve(
@@ -54,7 +56,7 @@ def resolve(
     else:
         loaded = imported.load(target)
     if weights is not None:
-        checkpoints.load_into(loaded.model, weights)
+        loaded.notes += checkpoints.load_into(loaded.model, weights)
     if data is not None and input_spec is not None:
         raise BadTarget("--data and --input exclude each other: real samples, or random numbers")
     if data is not None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
+import re
+import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +15,18 @@ import torch
 from safetensors.torch import load_file
 
 from normscope.errors import BadTarget
+from normscope.targets.failures import blamed, told
 
 NESTS = ("state_dict", "model", "model_state_dict")
+PREFIXES = ("module.", "_orig_mod.")
+"""that data parallelism and ``torch.compile`` put before every key"""
 
 
-def load_into(model: torch.nn.Module, path: Path) -> None:
+def load_into(model: torch.nn.Module, path: Path) -> list[str]:
     """Load a state dict into the model, all keys matching.
+
+    Returns:
+        what was changed to make it fit, in words.
 
     Raises:
         BadTarget: for a file that cannot be read safely, or keys and shapes that do not match.
@@ -26,17 +36,26 @@ def load_into(model: torch.nn.Module, path: Path) -> None:
         if isinstance(state.get(nest), Mapping):
             state = state[nest]
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    for prefix in ("module.", "_orig_mod."):
-        if tensors and all(key.startswith(prefix) for key in tensors):
-            tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
-    try:
+    if not tensors:
+        raise BadTarget(
+            f"{path} holds no named tensors; it must hold a state dict, as model.state_dict() gives"
+        )
+    odd = next((key for key in tensors if not isinstance(key, str)), None)
+    if odd is not None:
+        raise BadTarget(f"{path} holds a tensor named {odd!r}; a state dict names parameters by strings")
+    notes = []
+    with blamed(f"{path} does not fit the model: loading it"):
+        expected = list(model.state_dict())
+        for prefix in PREFIXES:
+            if all(key.startswith(prefix) and key not in expected for key in tensors):
+                tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+                notes.append(f"{path}: took the prefix {prefix!r} off every key")
         model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise BadTarget(f"{path} does not fit the model: {error}") from error
+    return notes
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What a ``.safetensors``, ``.pt`` or ``.pth`` file holds, on the CPU.
+def read(path: Path) -> dict[Any, Any]:
+    """What a ``.safetensors``, ``.pt`` or ``.pth`` file holds, on the CPU; under "" where it is no mapping.
 
     Raises:
         BadTarget: for a missing, broken or unsafe file.
@@ -44,26 +63,58 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise BadTarget(f"there is no file {path}")
     try:
-        if path.suffix == ".safetensors":
-            return dict(load_file(str(path)))
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise BadTarget(
-            f"{path} cannot be read as plain tensors ({_first_line(error)}). Files that run code are never "
-            "loaded: save it again as safetensors, or with torch.save(model.state_dict(), ...)"
-        ) from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice on files of old formats
+            if path.suffix.lower() == ".safetensors":
+                return dict(load_file(str(path)))
+            value = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken pickle stream can fail in any way; none of it ran code
-        raise BadTarget(f"{path} is broken or of another format: {_first_line(error)}") from error
-    if not isinstance(value, Mapping):
-        return {"": value}
-    return dict(value)
+        reason = _refusal(path, str(error))
+        if not reason and not isinstance(error, pickle.UnpicklingError):
+            raise BadTarget(f"{path} is broken or of another format: {told(error)}") from error
+        raise BadTarget(
+            f"{path} cannot be read as plain tensors ({reason or told(error)}). Files that run code "
+            "are never loaded: save it again as safetensors, or with torch.save(model.state_dict(), ...)"
+        ) from None  # its advice would show in a traceback
+    return dict(value) if isinstance(value, Mapping) else {"": value}
 
 
-def _first_line(error: Exception) -> str:
-    """Why, in one line: torch's message goes on with advice to switch the safety off."""
-    text = str(error)
-    for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
-        if marker in text:
-            return f"it asks for {text.split(marker, 1)[1].split()[0]}"
-    lines = [line for line in text.strip().splitlines() if line]
-    return lines[0][:200] if lines else type(error).__name__
+ASKED_FOR = (
+    r"GLOBAL ([\w.]+)",
+    r"unrecognized function ([^\n\x1b]+)",
+    r"but got ([^\n\x1b]+)",
+    r"([\w.]+)`* must be imported",
+)
+"""how the loader names the class or function that it does not load"""
+
+
+def _refusal(path: Path, message: str) -> str:
+    """Why the loader refused, in words of our own: its message goes on with advice to switch the safety off."""
+    if "TorchScript" in message:
+        return "it is a TorchScript archive, which is code"
+    if "legacy .tar format" in message:
+        return "it has the format of PyTorch before 0.1.10"
+    for pattern in ASKED_FOR:
+        if found := re.search(pattern, message):
+            return f"it asks for {found[1]}"
+    if "weights_only" not in message:
+        return ""
+    name = _first_global(path)
+    return f"it asks for {name}" if name else "it is broken, or does what plain tensors do not need"
+
+
+def _first_global(path: Path) -> str:
+    """The first name that a bare pickle looks up; the loader knows only the pickles of ``torch.save``."""
+    strings: list[str] = []
+    if zipfile.is_zipfile(path):
+        return ""
+    try:
+        with path.open("rb") as file:
+            for operation, value, _ in pickletools.genops(file):
+                if operation.name == "STACK_GLOBAL":
+                    return re.sub(r"[^\w.]", "?", ".".join(strings[-2:]))
+                if isinstance(value, str):
+                    strings.append(value)
+    except Exception:  # read up to where it is broken; nothing is run
+        pass
+    return ""

@@ -14,6 +14,7 @@ import torch
 
 from normscope.errors import BadTarget
 from normscope.targets import Loaded
+from normscope.targets.failures import blamed
 
 
 def load(target: str) -> Loaded:
@@ -31,25 +32,35 @@ def load(target: str) -> Loaded:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        value: Any = import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        hint = (
-            "run from the folder that holds it, or install it"
-            if missing == module_name or module_name.startswith(f"{missing}.")
-            else f"{module_name} imports it; install it"
-        )
-        raise BadTarget(f"cannot import {module_name!r}: there is no module {missing!r}; {hint}") from error
-    except (Exception, SystemExit) as error:
-        raise BadTarget(f"importing {module_name!r} raised {type(error).__name__}: {error}") from error
+        with blamed(f"importing {module_name!r}"):
+            value: Any = import_module(module_name)
+    except BadTarget as failure:
+        raise _missing(module_name, failure) from failure.__cause__
     for part in attribute.split("."):
-        if not hasattr(value, part):
-            names = [name for name in dir(value) if not name.startswith("_")]
-            raise BadTarget(
-                f"{module_name!r} has no attribute {attribute!r}; it has: {', '.join(names[:12]) or 'none'}"
-            )
-        value = getattr(value, part)
-    return _loaded(target, value)
+        with blamed(f"looking up {attribute!r} in {module_name!r}"):
+            if not hasattr(value, part):
+                names = [name for name in dir(value) if not name.startswith("_")]
+                break
+            value = getattr(value, part)
+    else:
+        return _loaded(target, value)
+    raise BadTarget(
+        f"{module_name!r} has no attribute {attribute!r}; it has: {', '.join(names[:12]) or 'none'}"
+    )
+
+
+def _missing(module_name: str, failure: BadTarget) -> BadTarget:
+    """The failure of an import; where a module is missing, with what to do about it."""
+    cause = failure.__cause__
+    if not isinstance(cause, ModuleNotFoundError):
+        return failure
+    missing = cause.name or module_name
+    hint = (
+        "run from the folder that holds it, or install it"
+        if missing == module_name or module_name.startswith(f"{missing}.")
+        else f"{module_name} imports it; install it"
+    )
+    return BadTarget(f"cannot import {module_name!r}: there is no module {missing!r}; {hint}")
 
 
 def _loaded(target: str, value: Any) -> Loaded:
@@ -60,18 +71,10 @@ def _loaded(target: str, value: Any) -> Loaded:
                 f"{target} needs the arguments {', '.join(needed)}; wrap it in a function without arguments that "
                 "returns the model, or (model, inputs)"
             )
-        try:
+        with blamed(f"calling {target}"):
             value = value()
-        except (Exception, SystemExit) as error:
-            raise BadTarget(f"calling {target} raised {type(error).__name__}: {error}") from error
-    if isinstance(value, Mapping) and isinstance(value.get("model"), torch.nn.Module):
-        known = {f.name for f in fields(Loaded)}
-        unknown = [str(key) for key in value if key not in known]
-        if unknown:
-            raise BadTarget(
-                f"{target} returned a dict with {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-            )
-        return Loaded(**value)
+    if isinstance(value, Mapping):
+        return _from_mapping(target, dict(value))
     if isinstance(value, tuple) and 2 <= len(value) <= 3 and isinstance(value[0], torch.nn.Module):
         return Loaded(*value)
     if isinstance(value, torch.nn.Module):
@@ -80,6 +83,18 @@ def _loaded(target: str, value: Any) -> Loaded:
         f"{target} is a {type(value).__name__}; expected a torch.nn.Module, or a callable that returns one, "
         "(model, inputs), (model, inputs, targets) or a dict of these"
     )
+
+
+def _from_mapping(target: str, value: dict[Any, Any]) -> Loaded:
+    known = [f.name for f in fields(Loaded) if f.init]
+    unknown = [str(key) for key in value if key not in known]
+    if unknown:
+        raise BadTarget(f"{target} returned a dict with {', '.join(unknown)}; known: {', '.join(known)}")
+    if not isinstance(value.get("model"), torch.nn.Module):
+        raise BadTarget(
+            f"{target} returned a dict whose model is a {type(value.get('model')).__name__}; expected a torch.nn.Module"
+        )
+    return Loaded(**value)
 
 
 def _required(value: Any) -> list[str]:
