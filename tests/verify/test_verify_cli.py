@@ -38,6 +38,76 @@ def test_failure_is_exit_code_1(monkeypatch):
     assert "1 of 1 FAILED" in result.output
 
 
+DECLARED = """
+import torch
+from torch import nn
+from normscope import NormSpec
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+SPEC = dict(stats="... d -> ...", weight="d", center=False, scale="rms")
+def right(): return Norm(), NormSpec(**SPEC, eps=1e-6)
+def with_shape(): return Norm(), NormSpec(**SPEC, eps=1e-6), (2, 7, 64)
+wrong = (Norm(), NormSpec(**SPEC, eps=1e-5))
+no_shape = (Norm(), NormSpec(**SPEC), "wide")
+def model(): return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), Norm()), torch.randn(4, 64)
+"""
+
+
+@pytest.fixture
+def declared(tmp_path, monkeypatch):
+    (tmp_path / "declared_norms.py").write_text(DECLARED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda name, *more: runner.invoke(app, ["verify", f"declared_norms:{name}", *more])
+
+
+def test_a_layer_with_its_declared_specification(declared):
+    result = declared("right")
+    assert result.exit_code == 0, result.output
+    assert "declared_norms.Norm, declared: ... d -> ...; not centered; rms; eps 1e-06" in result.output
+    assert result.output.splitlines()[-1].startswith("all ")
+    assert "shape (2, 7, 64)" in declared("with_shape").output
+
+
+def test_a_wrong_declaration_is_exit_code_1_and_says_what_would_pass(declared):
+    result = declared("wrong")
+    assert result.exit_code == 1
+    assert "it would pass with = eps=1e-06" in result.output
+
+
+def test_a_shape_that_is_none_is_exit_code_2(declared):
+    result = declared("no_shape")
+    assert result.exit_code == 2
+    assert "is a tuple of positive integers; got 'wide'" in result.output + result.stderr
+
+
+def test_norms_of_a_model_that_were_not_verified_are_in_the_text_and_the_json(declared):
+    result = declared("model", "--json", "model.json")
+    assert result.exit_code == 0, result.output
+    assert "checks of 1 norm passed; 1 norm not verified: 2" in result.output
+    with open("model.json") as file:
+        (missed,) = json.load(file)["not_verified"]
+    assert missed == {
+        "site": "2",
+        "type_name": "declared_norms.Norm",
+        "why": "written by hand; verify it alone, as (layer, NormSpec)",
+    }
+
+
+def test_long_writes_the_arrays_out(declared):
+    short, long = declared("right").output, declared("right", "--long").output
+    assert max(map(len, short.splitlines())) <= 100
+    assert long.count("measured") > 10
+    assert "measured" not in short
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from normscope import verify
 from normscope.reading import UnknownNormalization
@@ -122,7 +123,11 @@ def write_state(module, args, output):
 
 FAULTS = {
     "too large by a thousandth": (nn.LayerNorm(6), lambda m, a, y: 1.001 * y, "computes its specification"),
-    "mixes samples": (nn.LayerNorm(6), lambda m, a, y: y + y.mean(0), "one sample beside other companions"),
+    "mixes samples": (
+        nn.LayerNorm(6),
+        lambda m, a, y: y + y.mean(0),
+        "beside other companions a sample's output stays",
+    ),
     "passes half precision": (
         nn.LayerNorm(6),
         lambda m, a, y: y.half().to(y.dtype),
@@ -169,8 +174,64 @@ def test_a_small_tensor_is_written_out_to_do_by_hand():
     assert item.result["mode"] == "input"
 
 
+class Own(nn.LayerNorm):
+    def forward(self, x):
+        return functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class CenteredNorm(nn.Module):
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+
+
+class Plain(nn.Module):
+    """The same arithmetic under a name that says nothing."""
+
+    forward = CenteredNorm.forward
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read, self.own, self.hand, self.plain = nn.LayerNorm(6), Own(6), CenteredNorm(), Plain()
+        self.inner = nn.ModuleDict({"prenorm": nn.Sequential(nn.LayerNorm(6))})
+
+    def forward(self, x):
+        x = self.plain(self.hand(self.own(self.read(x))))
+        return functional.layer_norm(self.inner["prenorm"](x), (6,))
+
+
+def test_modules_that_cannot_be_read_are_told():
+    report = verify.run_layer(Mixed())
+    assert [*report.topics] == ["read", "inner.prenorm.0"]
+    assert [item.site for item in report.not_verified] == ["hand", "own"]
+    assert "cannot be read" in report.not_verified[0].why
+    assert report.not_verified[1].why.startswith("inherits from torch.nn.LayerNorm but overrides forward")
+    assert str(report).endswith("checks of 2 norms passed; 2 norms not verified: hand, own")
+
+
+def test_with_inputs_what_is_called_or_written_inside_is_told_too():
+    report = verify.run_layer(Mixed(), inputs=torch.randn(4, 6))
+    assert [item.site for item in report.not_verified] == ["F.layer_norm", "hand", "own", "plain"]
+    assert "called inside a forward" in report.not_verified[0].why
+    assert "written by hand" in report.not_verified[3].why
+
+
+def test_a_model_that_does_not_run_says_so():
+    report = verify.run_layer(Mixed(), inputs=torch.randn(4, 5))
+    (reason,) = [item.why for item in report.not_verified if item.site == "calls inside the forward"]
+    assert reason.startswith("the model raised ")
+    assert {"hand", "own"} < {item.site for item in report.not_verified}
+
+
 def test_nothing_to_check_is_an_error():
     with pytest.raises(UnknownNormalization, match="It holds other modules"):
         verify.run_layer(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(
+        UnknownNormalization, match=r"can be verified: 0 \(.*Own\): inherits .* To verify a layer by"
+    ):
+        verify.run_layer(nn.Sequential(Own(2)))
+    with pytest.raises(UnknownNormalization, match=r"let the target return \(layer, normscope.NormSpec"):
+        verify.run_layer(Own(2))
     with pytest.raises(UnknownNormalization, match="has not seen an input yet"):
         verify.run_layer(nn.LazyBatchNorm1d())

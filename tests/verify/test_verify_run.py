@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from normscope import verify
 from normscope.verify import Evidence, VerifyReport
+from normscope.verify.unverified import Unverified
 
 torch.set_num_threads(1)
 
@@ -187,8 +188,71 @@ def test_text_of_a_report_says_what_failed_and_repeats_no_convention():
         "          y = [0.5]\n"
         "          measured 1 <= 2e-16: an ulp\n"
         "\n"
-        "1 of 2 FAILED with torch 2"
+        "with torch 2\n"
+        "1 of 2 FAILED"
     )
+
+
+def test_lists_are_abbreviated_and_written_out_with_long():
+    rows = [[float(i + j) for i in range(40)] for j in range(3)]
+    report = VerifyReport((item(input=rows, result={}, because="many " * 40),), "mine", {"torch": "2"})
+    lines = report.text().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "          input 3x40: [[0, 1, 2, 3, 4, 5," in report.text()
+    assert str(report) == report.text()
+    assert "36, 37, 38, 39, 40, 41]]" in report.text(long=True)
+
+
+def test_the_evidence_is_readable_on_100_columns(report):
+    assert max(map(len, report.text().splitlines())) <= 100
+    assert len(report.text(long=True)) > len(report.text())
+    for claim in (item.claim for item in report.evidence):
+        assert claim.split()[-1] in report.text()
+
+
+def test_one_norm_is_one_line_a_check_and_explains_its_first_failure():
+    items = (item(measured=1.0), item(claim="d", measured=1.0), item(claim="e"))
+    assert VerifyReport(items, "mine", {"torch": "2"}, by_norm=True).text() == (
+        "normscope verify: mine\n"
+        "\n"
+        "t\n"
+        "  spec\n"
+        "  first input [1, 2]\n"
+        "  FAILED          1 <= 2e-16  c\n"
+        "          input [1, 2]\n"
+        "          y = [0.5]\n"
+        "          measured 1 <= 2e-16: an ulp\n"
+        "  FAILED          1 <= 2e-16  d\n"
+        "  passed      1e-16 <= 2e-16  e\n"
+        "\n"
+        "with torch 2\n"
+        "2 of 3 checks of 1 norm FAILED"
+    )
+
+
+def test_several_norms_are_one_line_each_and_those_not_verified_are_named():
+    items = (item(), item(topic="u", measured=1.0), item(topic="u"))
+    missed = tuple(Unverified(f"n{i}", "my.Norm", "cannot be read") for i in range(8))
+    report = VerifyReport(items, "mine", {"torch": "2"}, missed, by_norm=True)
+    assert report.text() == (
+        "normscope verify: mine\n"
+        "\n"
+        "  passed  t: 1 checks; spec\n"
+        "  FAILED  u: 1 of 2 checks failed; spec\n"
+        "  FAILED  c\n"
+        "          input [1, 2]\n"
+        "          y = [0.5]\n"
+        "          measured 1 <= 2e-16: an ulp\n"
+        "\n"
+        "not verified\n" + "".join(f"  n{i}  my.Norm: cannot be read\n" for i in range(8)) + "\n"
+        "with torch 2\n"
+        "1 of 3 checks of 2 norms FAILED; 8 norms not verified: n0, n1, n2, n3, n4, n5 and 2 more"
+    )
+    assert report.to_dict()["not_verified"][0] == {
+        "site": "n0",
+        "type_name": "my.Norm",
+        "why": "cannot be read",
+    }
 
 
 def test_json_of_numbers_that_json_cannot_hold():

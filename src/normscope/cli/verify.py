@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from normscope.errors import BadInput
+
+if TYPE_CHECKING:
+    from normscope.verify import VerifyReport
 
 
 def command(
     target: str | None = typer.Argument(
         None,
         metavar="[TARGET]",
-        help="package.module:attribute with a layer or a model; without it, torch.nn.",
+        help="package.module:attribute with a layer, a model, (model, inputs), or (layer, NormSpec); without it, "
+        "torch.nn.",
     ),
+    long: bool = typer.Option(False, "--long", help="Print every input and result in full."),
     json: Path | None = typer.Option(
         None,
         "--json",
@@ -26,18 +32,21 @@ def command(
     ),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
 ) -> None:
-    """Check normalization layers against the formulas, with input, convention, eps, tolerance and result."""
+    """Check normalization layers against the formulas, with input, convention, eps, tolerance and result.
+
+    A layer of torch.nn is checked against what is read off it. A layer written by hand is checked against what you say
+    it computes: let TARGET be a pair of the layer and its normscope.NormSpec, or (layer, spec, shape) with the shape of
+    an input that it takes. Norms of a model that cannot be read are named with the reason; with (model, inputs) those
+    inside a forward are too.
+
+    Exit codes: 0 all checks passed, 1 one failed, 2 the target cannot be verified.
+    """
     if target is not None and figures is not None:
         raise BadInput("--figures draws torch.nn's own layers: leave out TARGET")
     from normscope import verify
 
-    if target is None:
-        report = verify.run()
-    else:
-        from normscope import targets
-
-        report = verify.run_layer(targets.resolve(target).model, name=target)
-    print(report)
+    report = verify.run() if target is None else _of(target)
+    print(report.text(long=long))
     if json is not None:
         json.write_text(report.to_json() + "\n")
         print(f"written: {json}")
@@ -48,3 +57,14 @@ def command(
             print(f"written: {path}")
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _of(target: str) -> VerifyReport:
+    """The report of a target, which is ``(layer, spec[, shape])`` where a NormSpec stands in place of inputs."""
+    from normscope import targets, verify
+    from normscope.spec import NormSpec
+
+    loaded = targets.resolve(target)
+    if isinstance(loaded.inputs, NormSpec):
+        return verify.run_layer(loaded.model, name=target, spec=loaded.inputs, shape=loaded.targets)
+    return verify.run_layer(loaded.model, name=target, inputs=loaded.inputs)

@@ -6,13 +6,15 @@ protocol. A topic is one file with a tuple ``CHECKS`` of functions that yield `E
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from normscope.verify.evidence import Evidence, VerifyReport, versions
 
 if TYPE_CHECKING:
     import torch
+
+    from normscope.spec import NormSpec
 
 __all__ = ["Evidence", "VerifyReport", "run", "run_layer"]
 
@@ -33,24 +35,56 @@ def run() -> VerifyReport:
     return VerifyReport(tuple(evidence), "torch.nn on this machine", versions())
 
 
-def run_layer(module: torch.nn.Module, *, name: str = "") -> VerifyReport:
+def run_layer(
+    module: torch.nn.Module,
+    *,
+    name: str = "",
+    spec: NormSpec | None = None,
+    shape: Sequence[int] | None = None,
+    inputs: Any = None,
+) -> VerifyReport:
     """Put one's own normalization layer, or every one in a model, through the same protocol.
 
-    Arguments: ``module``, which is copied and never changed; ``name``, what to call it in the report.
+    Arguments:
+        module: is copied and never changed.
+        name: what to call it in the report.
+        spec: what the layer computes, where it cannot be read or should not be: it is then checked against this.
+            Its gain, bias and state are found as ``weight`` (``gamma``, ``scale``), ``bias`` (``beta``, ``shift``),
+            ``running_mean`` and ``running_var``, else by their shapes.
+        shape: of an input that the declared layer takes; without it, small ones are tried.
+        inputs: of the model, as for `normscope.check`: one forward finds the norms that are no modules of their own,
+            so that the report can say that they were not verified.
 
-    Raises UnknownNormalization where there is no normalization in it that can be read.
+    Raises UnknownNormalization where there is no normalization in it that can be read, and BadInput where the declared
+    specification and the layer's tensors do not fit together.
 
     >>> import torch
+    >>> from normscope import NormSpec
     >>> run_layer(torch.nn.LayerNorm(4)).passed
     True
+    >>> run_layer(torch.nn.LayerNorm(4), spec=NormSpec("... d -> ...", weight="d", bias="d", correction=1)).passed
+    False
     """
-    from normscope.verify import layer
+    from normscope.errors import BadInput
+    from normscope.verify import declared, layer
+    from normscope.verify.unverified import nothing_to_verify, unverified
 
+    title = name or type(module).__name__
+    if spec is not None:
+        declaration = declared.declare(module, spec, shape)
+        checked = tuple(_collect(title, layer.checks(module, title, declaration)))
+        return VerifyReport(checked, title, versions(), by_norm=True)
+    if shape is not None:
+        raise BadInput("shape is that of a declared layer's input: pass spec= too, or inputs= of a model")
+    parts = layer.normalizations(module)
+    missed = unverified(module, {path for path, _ in parts}, inputs)
+    if not parts:
+        raise nothing_to_verify(module, missed)
     evidence: list[Evidence] = []
-    for path, part in layer.normalizations(module):
-        topic = path or name or type(part).__name__
+    for path, part in parts:
+        topic = path or title
         evidence += _collect(topic, layer.checks(part, topic))
-    return VerifyReport(tuple(evidence), name or type(module).__name__, versions())
+    return VerifyReport(tuple(evidence), title, versions(), missed, by_norm=True)
 
 
 def _collect(topic: str, checks: Iterable[Callable[[], Iterator[Evidence]]]) -> Iterator[Evidence]:

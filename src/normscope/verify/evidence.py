@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any
 
 from normscope.doctor.report import plain
+from normscope.verify import text
+
+if TYPE_CHECKING:
+    from normscope.verify.unverified import Unverified
 
 
 @dataclass(frozen=True)
@@ -54,28 +58,21 @@ class Evidence:
             "because": self.because,
         }
 
-    def lines(self, *, convention: bool = True) -> Iterator[str]:
-        """For people, one line each: the claim, input, convention, results, and the number against its tolerance."""
-        yield f"{'passed' if self.passed else 'FAILED'}  {self.claim}"
-        yield f"        input {_short(self.input)}"
-        if convention:
-            yield f"        {self.convention}"
-        for name, value in self.result.items():
-            yield f"        {name} = {_short(value)}"
-        relation = ">=" if self.at_least else "<="
-        yield f"        measured {self.measured:.3g} {relation} {self.tolerance:.3g}: {self.because}"
-
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return dedent("\n".join(text.item_lines(self, long=False)))
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Evidence on this machine and build. ``str`` is for people, `to_json` for machines."""
+    """Evidence on this machine and build. ``str`` and `text` are for people, `to_json` for machines."""
 
     evidence: tuple[Evidence, ...]
     target: str
     versions: dict[str, str]
+    not_verified: tuple[Unverified, ...] = ()
+    """where the target normalizes too, with the reason why it could not be checked"""
+    by_norm: bool = False
+    """each topic is one norm of the user's"""
 
     @property
     def passed(self) -> bool:
@@ -85,6 +82,14 @@ class VerifyReport:
     def failed(self) -> tuple[Evidence, ...]:
         return tuple(item for item in self.evidence if not item.passed)
 
+    @property
+    def topics(self) -> dict[str, list[Evidence]]:
+        """The evidence by topic, in order."""
+        topics: dict[str, list[Evidence]] = {}
+        for item in self.evidence:
+            topics.setdefault(item.topic, []).append(item)
+        return topics
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "schema": 1,
@@ -93,29 +98,20 @@ class VerifyReport:
             "passed": self.passed,
             "versions": self.versions,
             "evidence": [item.to_dict() for item in self.evidence],
+            "not_verified": [item.to_dict() for item in self.not_verified],
         }
 
     def to_json(self) -> str:
         """One JSON record; numbers that JSON cannot hold (NaN, infinity) are written as text."""
         return json.dumps(plain(self.to_dict()), indent=2, allow_nan=False)
 
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
+    def text(self, *, long: bool = False) -> str:
+        """For people. Of one norm one line a check, of several one line a norm, of PyTorch's own every item with input
+        and results abbreviated; ``long`` writes everything out."""
+        return "\n".join(text.report_lines(self, long=long))
 
-    def _lines(self) -> Iterator[str]:
-        yield f"normscope verify: {self.target}"
-        before = None
-        for item in self.evidence:
-            if before is None or item.topic != before.topic:
-                yield f"\n{item.topic}"
-                before = None
-            for line in item.lines(convention=before is None or item.convention != before.convention):
-                yield f"  {line}"
-            before = item
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        count = len(self.evidence)
-        verdict = f"all {count} passed" if self.passed else f"{len(self.failed)} of {count} FAILED"
-        yield f"\n{verdict} with {versions}"
+    def __str__(self) -> str:
+        return self.text()
 
 
 def versions() -> dict[str, str]:
@@ -134,14 +130,3 @@ def versions() -> dict[str, str]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }
-
-
-def _short(value: Any) -> str:
-    """Ten significant digits; lists in brackets, names before their values."""
-    if isinstance(value, float):
-        return f"{value:.10g}"
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_short(item)}" for name, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_short(item) for item in value)}]"
-    return str(value)

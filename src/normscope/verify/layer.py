@@ -13,27 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from normscope import reference
-from normscope.reading import Reading, UnknownNormalization, read
-from normscope.spec import NormSpec, RunningState
+from normscope.reading import UnknownNormalization, read
+from normscope.spec import NormSpec
+from normscope.verify.alternatives import alternatives
+from normscope.verify.declared import Declaration
 from normscope.verify.evidence import Evidence
-from normscope.verify.float64 import ULP, Array, gap, normal, numpy
+from normscope.verify.float64 import ULP, gap, jacobian, normal, numpy
+from normscope.verify.subject import Subject
 
 STEP = 1e-5
 SMALL = 64  # tensors of up to so many numbers are written out
 
 
 def normalizations(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The module itself, or every normalization in it that can be read, by path.
-
-    Raises UnknownNormalization with the reason for the module itself where there is none.
-    """
-    found = [(path, part) for path, part in module.named_modules() if _readable(part)]
-    if not found:
-        read(module)
-    return found
+    """The module itself, or every normalization in it that can be read, by path."""
+    return [(path, part) for path, part in module.named_modules() if _readable(part)]
 
 
 def _readable(module: nn.Module) -> bool:
@@ -44,71 +40,134 @@ def _readable(module: nn.Module) -> bool:
     return True
 
 
-def checks(module: nn.Module, topic: str) -> tuple[Callable[[], Iterator[Evidence]], ...]:
-    """The checks of one layer."""
-    subject = Subject(module, topic)
+def checks(
+    module: nn.Module, topic: str, declaration: Declaration | None = None
+) -> tuple[Callable[[], Iterator[Evidence]], ...]:
+    """The checks of one layer, by the specification that is read off it or by the declared one."""
+    layer = Layer(module, topic, declaration)
     return (
-        subject.specification,
-        subject.own_precision,
-        subject.gradient,
-        subject.companions,
-        subject.state,
-        subject.interventions,
+        layer.specification,
+        layer.random_tensors,
+        layer.around_eps,
+        layer.own_precision,
+        layer.jacobian,
+        layer.gradient,
+        layer.companions,
+        layer.state,
+        layer.interventions,
     )
 
 
-class Subject:
-    """One layer under the protocol."""
-
-    def __init__(self, module: nn.Module, topic: str) -> None:
-        self.topic = topic
-        self.original = copy.deepcopy(module).cpu()
-        self.layer = copy.deepcopy(self.original).double()
-        self.shape = example_shape(self.layer)
-        self.reading = read(self.layer, input_ndim=len(self.shape))
-        self.spec: NormSpec = self.reading.spec
-        self.eps = torch.finfo(torch.float64).eps if self.spec.eps is None else self.spec.eps
-        self.set_size = self.spec.bind(self.shape).set_size
+class Layer(Subject):
+    """The protocol, check by check."""
 
     def specification(self) -> Iterator[Evidence]:
-        x = ((torch.arange(int(np.prod(self.shape)), dtype=torch.float64) ** 2) % 7).reshape(self.shape)
+        x = self._integers()
         for train in (True, False):
-            y, expected = self._run(self.layer, x, train), self._expected(numpy(x), train)
+            y, expected = self.run(self.layer, x, train), self.expected(numpy(x), train)
             mean, v, count = reference.statistics(numpy(x), self.spec)
             result: dict[str, Any] = {
-                "mode": self._mode(train),
+                "mode": self.mode(train),
                 "elements a set": int(count.max()),
             }
+            rounding = self.rounding(expected)
+            if gap(y, expected) > rounding["tolerance"]:
+                result["it would pass with"] = self._instead(self.layer, train)
             if x.numel() <= SMALL:
                 result |= {"mean": mean.tolist(), "v": v.tolist(), "output": y.tolist()}
-            yield self._evidence(
+            yield self.evidence(
                 f"in {_word(train)} it computes its specification, on small integers",
                 x.tolist() if x.numel() <= SMALL else f"i^2 modulo 7, shape {self.shape}",
                 measured=gap(y, expected),
-                **self._rounding(expected, ULP),
+                **rounding,
                 result=result,
             )
+
+    def random_tensors(self) -> Iterator[Evidence]:
+        if not self.reading.tensors:
+            return
+        layer, x = self.with_random_tensors(), self.x()
+        for train in (True, False):
+            y, expected = self.run(layer, x, train), self.expected(numpy(x), train, layer)
+            rounding = self.rounding(expected)
+            failed = gap(y, expected) > rounding["tolerance"]
+            yield self.evidence(
+                f"in {_word(train)} it does so with another gain, bias and state",
+                f"{self.input}; gain, bias and mean 0.5 + standard normal, variance 0.5 + its size, seeds 10 to 13",
+                measured=gap(y, expected),
+                **rounding,
+                result={"it would pass with": self._instead(layer, train)} if failed else {},
+            )
+
+    def around_eps(self) -> Iterator[Evidence]:
+        if self.eps <= 0:
+            return
+        x = self._around_eps()
+        for train in (True, False):
+            y, expected = self.run(self.layer, x, train), self.expected(numpy(x), train)
+            yield self.evidence(
+                f"in {_word(train)} it does so on numbers so small that eps rules",
+                f"shape {self.shape}, {self._level():.3g} * standard normal, seed 5",
+                measured=gap(y, expected),
+                **self.rounding(expected),
+            )
+
+    def _integers(self) -> torch.Tensor:
+        return ((torch.arange(int(np.prod(self.shape)), dtype=torch.float64) ** 2) % 7).reshape(self.shape)
+
+    def _level(self) -> float:
+        return float(self.eps if self.spec.eps_at in ("std", "max") else self.eps**0.5)
+
+    def _around_eps(self) -> torch.Tensor:
+        return self._level() * normal(*self.shape, seed=5)
+
+    def _instead(self, layer: nn.Module, train: bool) -> str:
+        """Which specifications near the declared one explain all that the layer gives."""
+        inputs = (self._integers(), self.x(), self._around_eps() if self.eps > 0 else 1e-3 * self.x())
+        outputs = [(numpy(x), self.run(layer, x, train)) for x in inputs]
+
+        def computes(spec: NormSpec) -> bool:
+            unit = torch.finfo(torch.float32).eps if spec.cast.compute == "float32" else ULP
+            expected = [(y, self.expected(x, train, layer, spec)) for x, y in outputs]
+            return all(gap(y, e) <= self.rounding(e, unit)["tolerance"] for y, e in expected)
+
+        return " or ".join(alternatives(self.spec, computes)) or "no specification near this one"
 
     def own_precision(self) -> Iterator[Evidence]:
         tensors = self.reading.tensors.values()
         dtype = next(
-            (t.dtype for t in read(self.original).tensors.values() if t.is_floating_point()), torch.float32
+            (t.dtype for t in self.read(self.original).tensors.values() if t.is_floating_point()),
+            torch.float32,
         )
         if dtype == torch.float64 or not tensors:
             dtype = torch.float32
-        x = self._x().to(dtype)
+        x = self.x().to(dtype)
         for train in (True, False):
             layer = copy.deepcopy(self.original).to(dtype)
-            y, expected = self._run(layer, x, train), self._expected(numpy(x), train)
-            yield self._evidence(
+            y, expected = self.run(layer, x, train), self.expected(numpy(x), train)
+            yield self.evidence(
                 f"in {_word(train)} on {_name(dtype)} it loses no more than rounding explains",
-                f"{self._input()}, rounded to {_name(dtype)}",
+                f"{self.input}, rounded to {_name(dtype)}",
                 measured=gap(y, expected),
-                **self._rounding(expected, torch.finfo(dtype).eps),
+                **self.rounding(expected, torch.finfo(dtype).eps),
+            )
+
+    def jacobian(self) -> Iterator[Evidence]:
+        x = self.x()
+        if x.numel() > SMALL:
+            return
+        for train in (True, False):
+            layer = copy.deepcopy(self.layer).train(train)
+            closed = reference.jacobian(numpy(x), self.spec, *self.affine(), **self.by(train))
+            yield self.evidence(
+                f"in {_word(train)} its Jacobian is the closed formula, entry by entry",
+                self.input,
+                measured=gap(jacobian(layer, x), closed),
+                **self.rounding(closed),
             )
 
     def gradient(self) -> Iterator[Evidence]:
-        x, cotangent = self._x(), normal(*self.shape, seed=1)
+        x, cotangent = self.x(), normal(*self.shape, seed=1)
         move = normal(*self.shape, seed=2)
         move = move / move.norm()
         for train in (True, False):
@@ -117,21 +176,23 @@ class Subject:
             y = layer(leaf)
             (automatic,) = torch.autograd.grad(y, leaf, cotangent)
             closed, _, _ = reference.vjp(
-                numpy(cotangent), numpy(x), self.spec, *self._affine(), **self._by(train)
+                numpy(cotangent), numpy(x), self.spec, *self.affine(), **self.by(train)
             )
             scale = 1 + float(y.detach().abs().max())
-            yield self._evidence(
+            yield self.evidence(
                 f"in {_word(train)} its gradient is the closed formula",
-                f"{self._input()}, cotangent standard normal, seed 1",
+                f"{self.input}, cotangent standard normal, seed 1",
                 measured=gap(automatic, closed),
-                **self._rounding(closed, ULP),
+                **self.rounding(closed),
             )
-            ahead, behind = (self._run(self.layer, x + sign * STEP * move, train) for sign in (1, -1))
+            if self.unit > ULP:  # a difference of 1e-5 drowns in the rounding of its arithmetic
+                continue
+            ahead, behind = (self.run(self.layer, x + sign * STEP * move, train) for sign in (1, -1))
             slope = float(np.sum(numpy(cotangent) * (ahead - behind))) / (2 * STEP)
             exact = float((automatic * move).sum())
-            yield self._evidence(
-                f"in {_word(train)} its gradient is what differences say, away from zero variance",
-                f"{self._input()}, along a random unit direction, seed 2",
+            yield self.evidence(
+                f"in {_word(train)} its gradient is what central differences say",
+                f"{self.input}, along a random unit direction, seed 2",
                 measured=abs(slope - exact),
                 tolerance=1e-8 * scale * float(cotangent.norm()),
                 because=f"step {STEP:g}: step^2 times a third derivative, and ulp / step, are below 1e-9 of the output",
@@ -139,217 +200,127 @@ class Subject:
             )
 
     def companions(self) -> Iterator[Evidence]:
-        bound = self.spec.bind(self.shape)
+        bound = self.bound
         if bound.sample_dim is None:
             return
         coupled_axes = any(not axis.kept and axis.dim == bound.sample_dim for axis in bound.axes)
-        layer = self._with_plain_gain()
-        one = self._x()
+        layer = self.with_plain_gain()
+        one = self.x()
         other = one.clone()
         others = other.narrow(bound.sample_dim, 1, self.shape[bound.sample_dim] - 1)
         others.copy_(5 + 3 * normal(*others.shape, seed=3))
         for train in (True, False):
-            outputs = [self._run(layer, x, train).take(0, axis=bound.sample_dim) for x in (one, other)]
-            coupled = coupled_axes and self._mode(train) == "batch"
-            told = "its output changes" if coupled else "its output stays"
-            rounding = self._rounding(outputs[0], ULP)
-            yield self._evidence(
-                f"in {_word(train)} one sample beside other companions: {told} (gain set to 1)",
-                f"{self._input()}; then all samples but the first 5 + 3 * standard normal, seed 3",
+            outputs = [self.run(layer, x, train).take(0, axis=bound.sample_dim) for x in (one, other)]
+            coupled = coupled_axes and self.mode(train) == "batch"
+            told = "changes" if coupled else "stays"
+            rounding = self.rounding(outputs[0])
+            yield self.evidence(
+                f"in {_word(train)} beside other companions a sample's output {told} (gain 1)",
+                f"{self.input}; then all samples but the first 5 + 3 * standard normal, seed 3",
                 measured=gap(*outputs),
                 **({"tolerance": 1e-3, "because": "a change that is no rounding"} if coupled else rounding),
                 at_least=coupled,
             )
 
     def state(self) -> Iterator[Evidence]:
-        stored = _state(self.reading)
+        stored = self.state_of(self.layer)
         if stored is None:
             return
         for train in (True, False):
             layer = copy.deepcopy(self.layer)
-            x = self._x()
-            self._run(layer, x, train, copied=False)
-            after = _state(read(layer, input_ndim=len(self.shape)))
+            x = self.x()
+            self.run(layer, x, train, copied=False)
+            after = self.state_of(layer)
             assert after is not None
             moves = _word(train) in self.reading.updates
             expected = reference.update_running(stored, numpy(x), self.spec) if moves else stored
             told = f"moves its state {_rule(self.spec)}" if moves else "leaves its state alone"
-            yield self._evidence(
+            yield self.evidence(
                 f"in {_word(train)} a forward {told}",
-                self._input(),
+                self.input,
                 measured=max(gap(after.mean, expected.mean), gap(after.var, expected.var)),
                 **(
-                    self._rounding(expected.var, ULP)
+                    self.rounding(expected.var)
                     if moves
                     else {"tolerance": 0.0, "because": "nothing is written"}
                 ),
                 result={
-                    "mode": self._mode(train),
+                    "mode": self.mode(train),
                     "counter before": stored.batches,
                     "counter after": after.batches,
                 },
             )
 
     def interventions(self) -> Iterator[Evidence]:
-        layer = self._with_plain_gain()
+        layer = self.with_plain_gain()
         for train in (True, False):
-            if self._mode(train) in ("running", "frozen"):
+            if self.mode(train) in ("running", "frozen"):
                 yield self._affine_in_x(layer, train)
-            else:
+            elif self.spec.running is None or self.spec.running.renorm is None:
                 yield from self._own_statistics(layer, train)
 
     def _affine_in_x(self, layer: nn.Module, train: bool) -> Evidence:
-        one, other = self._x(), 5 + normal(*self.shape, seed=4)
-        between = self._run(layer, (one + other) / 2, train)
-        ends = (self._run(layer, one, train) + self._run(layer, other, train)) / 2
-        return self._evidence(
-            f"in {_word(train)}, by stored statistics, f((x + z) / 2) = (f(x) + f(z)) / 2 (gain set to 1)",
-            f"{self._input()}; z is 5 + standard normal, seed 4",
+        one, other = self.x(), 5 + normal(*self.shape, seed=4)
+        between = self.run(layer, (one + other) / 2, train)
+        ends = (self.run(layer, one, train) + self.run(layer, other, train)) / 2
+        return self.evidence(
+            f"in {_word(train)} it is affine: f((x + z) / 2) = (f(x) + f(z)) / 2 (gain 1)",
+            f"{self.input}; z is 5 + standard normal, seed 4",
             measured=gap(between, ends),
-            **self._rounding(ends, ULP),
+            **self.rounding(ends),
         )
 
     def _own_statistics(self, layer: nn.Module, train: bool) -> Iterator[Evidence]:
-        x = self._x()
-        y = self._run(layer, x, train)
-        rounding = self._rounding(y, ULP)
-        shifted = gap(self._run(layer, x + 8, train), y)
+        x = self.x()
+        y = self.run(layer, x, train)
+        rounding = self.rounding(y)
         centers = self.spec.center
-        yield self._evidence(
-            f"in {_word(train)} a shift by 8 {'is removed' if centers else 'shows'} (gain set to 1)",
-            self._input(),
-            measured=shifted,
-            **(
-                {
-                    "tolerance": 8 * rounding["tolerance"],
-                    "because": f"{rounding['because']}, at a level of 10",
-                }
-                if centers
-                else {"tolerance": 1e-3, "because": "a change that is no rounding", "at_least": True}
-            ),
-        )
+        told = {"tolerance": 8 * rounding["tolerance"], "because": f"{rounding['because']}, at a level of 10"}
+        if not centers:
+            told = {"tolerance": 1e-3, "because": "a change that is no rounding", "at_least": True}
+        if centers or self.bound.set_size > 1:
+            yield self.evidence(
+                f"in {_word(train)} a shift by 8 {'is removed' if centers else 'shows'} (gain 1)",
+                self.input,
+                measured=gap(self.run(layer, x + 8, train), y),
+                **told,
+            )
         _, v, _ = reference.statistics(numpy(x), self.spec)
         least = float(v.min())
         if least > 0:
-            yield self._evidence(
-                f"in {_word(train)} a scale of 1024 shows through eps alone (gain set to 1, bias to 0)",
-                self._input(),
-                measured=gap(self._run(layer, 1024 * x, train), y),
-                tolerance=abs(self.eps) / (2 * least) * float(np.abs(y).max()) + rounding["tolerance"],
-                because=f"1 - sqrt(v / (v + eps)) is at most eps / 2v, and {rounding['because']}",
+            yield self.evidence(
+                f"in {_word(train)} a scale of 1024 shows through eps alone (gain 1, bias 0)",
+                self.input,
+                measured=gap(self.run(layer, 1024 * x, train), y),
+                tolerance=abs(self._shrinks(least)) * float(np.abs(y).max()) + rounding["tolerance"],
+                because=f"the denominator is at most so much above the root of v, and {rounding['because']}",
             )
-        yield self._evidence(
-            f"in {_word(train)} a scale of -1 flips the sign (gain set to 1, bias to 0)",
-            self._input(),
-            measured=gap(self._run(layer, -x, train), -y),
+        yield self.evidence(
+            f"in {_word(train)} a scale of -1 flips the sign (gain 1, bias 0)",
+            self.input,
+            measured=gap(self.run(layer, -x, train), -y),
             tolerance=rounding["tolerance"],
             because=rounding["because"],
         )
         if centers and self.eps > 0:
-            yield self._evidence(
-                f"in {_word(train)} a constant gives exactly 0 (gain set to 1, bias to 0)",
+            yield self.evidence(
+                f"in {_word(train)} a constant gives exactly 0 (gain 1, bias 0)",
                 f"2 everywhere, shape {self.shape}",
-                measured=gap(self._run(layer, torch.full(self.shape, 2.0, dtype=torch.float64), train), 0),
+                measured=gap(self.run(layer, torch.full(self.shape, 2.0, dtype=torch.float64), train), 0),
                 tolerance=0.0,
                 because="sums of 2 are exact, so x - mean is exactly 0",
             )
 
-    # What the checks share ---------------------------------------------------------------------------------------
-
-    def _x(self) -> torch.Tensor:
-        return 2 + normal(*self.shape, seed=0)
-
-    def _input(self) -> str:
-        return f"shape {self.shape}, 2 + standard normal, seed 0"
-
-    def _mode(self, train: bool) -> str:
-        return self.reading.mode_train if train else self.reading.mode_eval
-
-    def _run(self, layer: nn.Module, x: torch.Tensor, train: bool, *, copied: bool = True) -> Array:
-        layer = copy.deepcopy(layer) if copied else layer
-        with torch.no_grad():
-            return numpy(layer.train(train)(x))
-
-    def _affine(self) -> tuple[Array | None, Array | None]:
-        tensors = self.reading.tensors
-        weight, bias = (numpy(tensors[name]) if name in tensors else None for name in ("weight", "bias"))
-        return weight, bias
-
-    def _by(self, train: bool) -> dict[str, Any]:
-        return {"running": _state(self.reading), "training": self._mode(train) in ("batch", "input")}
-
-    def _expected(self, x: Array, train: bool) -> Array:
-        return reference.forward(x, self.spec, *self._affine(), **self._by(train))
-
-    def _rounding(self, values: Any, unit: float) -> dict[str, Any]:
-        largest = max(1.0, float(np.abs(values).max()))
-        n = self.set_size
-        return {
-            "tolerance": (16 + n) * unit * largest,
-            "because": f"sums of {n} terms and 16 operations, a unit of {unit:.3g} each, times {largest:.3g}",
+    def _shrinks(self, v: float) -> float:
+        """How much larger the denominator is than sqrt(v), relative to it: all that a larger scale can undo."""
+        root, eps = v**0.5, self.eps
+        denominators = {
+            "variance": max(v + eps, 0.0) ** 0.5,
+            "std": root + eps,
+            "max": max(root, eps),
+            "max_variance": max(v, eps) ** 0.5,
         }
-
-    def _with_plain_gain(self) -> nn.Module:
-        layer = copy.deepcopy(self.layer)
-        tensors = read(layer, input_ndim=len(self.shape)).tensors
-        for name, value in (("weight", 1.0), ("bias", 0.0)):
-            if name not in tensors:
-                continue
-            plain = torch.full_like(tensors[name], value, requires_grad=False)
-            if parametrize.is_parametrized(layer, name):
-                lists: Any = layer.parametrizations
-                lists[name][-1] = _Constant(plain)
-            else:
-                tensors[name].data = plain
-        return layer
-
-    def _evidence(self, claim: str, given: Any, **rest: Any) -> Evidence:
-        words = f"{self.reading.type_name}: {self.spec}"
-        return Evidence(
-            topic=self.topic, claim=claim, input=given, convention=words, eps=self.spec.eps, **rest
-        )
-
-
-def example_shape(module: nn.Module) -> tuple[int, ...]:
-    """A small input shape that the layer takes."""
-    spec = read(module).spec
-    features = _features(module)
-    if spec.pattern.left[0] == ("...",):
-        return (3, *features)
-    rank = spec.ndim[0] if spec.ndim else 3 if spec.sizes else 2
-    rank = max(rank, 3) if isinstance(module, nn.SyncBatchNorm) else rank
-    return (8 if rank == 2 else 4, *features, 3, 2, 2)[:rank]
-
-
-def _features(module: nn.Module) -> tuple[int, ...]:
-    for name in ("weight", "running_mean"):
-        value = getattr(module, name, None)
-        if value is not None:
-            return tuple(value.shape)
-    shape: Any = getattr(module, "normalized_shape", None)
-    if shape is not None:
-        return tuple(shape)
-    count: Any = getattr(module, "num_channels", None) or getattr(module, "num_features", 0)
-    return (int(count) or 3,)
-
-
-class _Constant(nn.Module):
-    """A parametrization that gives one tensor, whatever lies under it."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, *originals: torch.Tensor) -> torch.Tensor:
-        return self.value
-
-
-def _state(reading: Reading) -> RunningState | None:
-    tensors = reading.tensors
-    if "running_mean" not in tensors:
-        return None
-    batches = int(tensors["num_batches_tracked"]) if "num_batches_tracked" in tensors else 0
-    return RunningState(numpy(tensors["running_mean"]).copy(), numpy(tensors["running_var"]).copy(), batches)
+        return float(denominators[self.spec.eps_at] / root - 1)
 
 
 def _rule(spec: NormSpec) -> str:
