@@ -87,6 +87,54 @@ class TestTrainEvalGap:
         assert found.also == ()
         assert found.evidence["shift_in_standard_deviations"] == pytest.approx(0.5, abs=0.2)
 
+    def test_the_fix_follows_the_place(self) -> None:
+        model = settled(convolutional())
+        (found,) = self.check(model, images(16, 255.0))
+        assert found.fix.startswith(
+            "feed what the network was trained on (scaling, mean, standard deviation), or "
+        )
+        with torch.no_grad():
+            model[3].bn2.running_var *= 16
+        x = images(16)
+        (found,) = self.check(model, x)
+        assert found.fix == (
+            "2 earlier norms agree with this batch, so the inputs and their preprocessing are not the cause: compare "
+            "the running_mean and running_var of this norm, and the weights between the norm before it and this one, "
+            "with the checkpoint, or recompute the running statistics on this data"
+        )
+        with torch.no_grad():
+            model[3].bn2.running_var /= 16
+        assert self.check(model, x) == [], "its fix, applied"
+
+    def test_a_weight_between_that_was_changed(self) -> None:
+        model = settled(convolutional())
+        with torch.no_grad():
+            model[3].conv2.weight *= 5
+        (found,) = self.check(model, images(16))
+        assert found.site == "3.bn2"
+        assert "the weights between the norm before it and this one" in found.fix
+
+    def test_another_input_may_still_be_wrong(self) -> None:
+        class Two(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+
+            def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                return self.a(x) + self.b(y)
+
+        model = settled(Two(), lambda n: (torch.randn(n, 6), torch.randn(n, 6)))
+        (found,) = self.check(model, (torch.randn(32, 6), 10 * torch.randn(32, 6)))
+        assert found.site == "b"
+        assert "are not the cause (unless this norm reads another of the inputs):" in found.fix
+
+    def test_dropout_before_the_norm_is_named(self) -> None:
+        layers = (nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.7), nn.BatchNorm1d(32))
+        model = settled(nn.Sequential(*layers), lambda n: torch.randn(n, 6))
+        (found,) = self.check(model, torch.randn(64, 6))
+        assert found.site == "4"
+        assert "move the dropout behind this norm (see NS601)" in found.fix
+
     def test_later_sites_are_listed_under_the_first(self) -> None:
         model = settled(convolutional())
         with torch.no_grad():
@@ -370,10 +418,49 @@ class TestPadding:
     def test_group_norm_over_time(self) -> None:
         model = nn.Sequential(nn.Conv1d(6, 6, 1), nn.GroupNorm(2, 6), nn.ReLU(), nn.GroupNorm(3, 6))
         (found,) = self.check(model, torch.randn(4, 6, 10))
-        assert (found.site, found.severity) == ("1", "warning")
+        assert found.site == "1"
+        assert found.severity == self.severity(found)
         assert found.evidence["relative_change_other_content"] > 0.01
         assert found.evidence["relative_change_more_padding"] > 0.01
         assert found.evidence["output_change_other_content"] > 0
+
+    @staticmethod
+    def severity(found: Finding) -> str:
+        """By the change of the model's valid outputs."""
+        names = ("output_change_other_content", "output_change_more_padding")
+        effect = max(found.evidence[name] for name in names)
+        return "error" if effect >= 0.25 else "warning" if effect >= 0.03 else "info"
+
+    @pytest.mark.parametrize(("part", "severity"), [(0.001, "info"), (0.5, "warning"), (1000.0, "error")])
+    def test_the_effect_on_valid_outputs_decides(self, part: float, severity: str) -> None:
+        class Branch(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.GroupNorm(2, 6)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + part * self.norm(x)
+
+        x = torch.randn(4, 6, 10)
+        x.transpose(1, 2)[~self.mask] *= 8  # so that the padding rules the statistics
+        (found,) = self.check(Branch(), x)
+        assert (found.site, found.severity) == ("norm", severity)
+        assert self.severity(found) == severity
+
+    def test_changes_without_a_size_are_a_reason(self) -> None:
+        class Rooted(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.GroupNorm(2, 6)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.norm(x).sqrt()
+
+        report = normscope.check(Rooted(), torch.randn(4, 6, 10), mask=self.mask, select=["NS701"])
+        assert findings(report, "NS701") == []
+        assert reasons(report, "NS701") == [
+            "valid outputs hold NaN or infinities, so their change has no size (see NS406)"
+        ]
 
     def test_running_statistics_and_norms_over_features_are_silent(self) -> None:
         model = nn.Sequential(nn.Conv1d(6, 6, 1), nn.BatchNorm1d(6), nn.ReLU())
@@ -396,7 +483,8 @@ class TestPadding:
     def test_attention_without_its_mask_is_told_without_a_site(self) -> None:
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         (found,) = self.check(nn.TransformerEncoder(layer, 1), torch.randn(4, 10, 8))
-        assert (found.site, found.severity) == ("", "info")
+        assert (found.site, found.severity) == ("", self.severity(found))
+        assert found.severity != "info"
 
     def test_a_masked_norm_is_silent(self) -> None:
         class Masked(nn.Module):

@@ -42,7 +42,9 @@ print(report)
 
 ## Fix
 Feed what the network was trained on: the same scaling, mean and standard deviation, channel order. If the data is
-what you want, recompute the statistics on it: reset, momentum None, some hundred batches in train mode.
+what you want, recompute the statistics on it: reset, momentum None, some hundred batches in train mode. Where earlier
+norms agree with the batch, the inputs are right: this norm's statistics, or the weights between, are not those of the
+checkpoint.
 
 ## References
 - Ioffe and Szegedy 2015, Batch Normalization, section 3.1.
@@ -85,7 +87,33 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
     proven = [f for f in found if f.evidence["significant"]]
     chosen = proven or found[:1]
     if chosen:
-        yield replace(chosen[0], also=tuple(chosen[1:]))
+        first, doubted = gaps[chosen[0].site], {f.site for f in found}
+        earlier = [name for name, gap in gaps.items() if gap.order < first.order]
+        agree = all(not gaps[name].reason and name not in doubted for name in earlier)
+        yield replace(
+            chosen[0], fix=_fix(subject, chosen[0].site, len(earlier), agree), also=tuple(chosen[1:])
+        )
+
+
+def _fix(subject: Subject, name: str, earlier: int, agree: bool) -> str:
+    """By where the first norm stands that differs: what is wrong with the inputs shows at the first of all."""
+    recompute = "or recompute the running statistics on this data"
+    if not earlier:
+        return f"feed what the network was trained on (scaling, mean, standard deviation), {recompute}"
+    if not agree:
+        return f"compare the inputs, and the statistics of this norm, with those of training, {recompute}"
+    several = len(subject.args or ()) + len(subject.kwargs) > 1
+    clear = (
+        f"{plural(earlier, 'earlier norm')} agree{'s' if earlier == 1 else ''} with this batch, so the inputs and "
+        f"their preprocessing are not the cause{' (unless this norm reads another of the inputs)' if several else ''}"
+    )
+    site = next(site for site in subject.known() if site.name == name)
+    if any(maker.dropout > 0 for call in site.calls for maker in call.fed_by):
+        return f"{clear}: move the dropout behind this norm (see NS601), {recompute}"
+    return (
+        f"{clear}: compare the running_mean and running_var of this norm, and the weights between the norm before it "
+        f"and this one, with the checkpoint, {recompute}"
+    )
 
 
 def _judge(name: str, site: SiteGap, dependent: str) -> Finding | None:
@@ -123,6 +151,4 @@ def _judge(name: str, site: SiteGap, dependent: str) -> Finding | None:
             "samples": site.samples,
             "significant": significant,
         },
-        fix="feed what the network was trained on (scaling, mean, standard deviation), or recompute the running "
-        "statistics on this data",
     )

@@ -15,8 +15,7 @@ is meant:
 A warning where the declared policy contradicts what happens: statistics move under a policy that fixes them, in a
 norm or block whose parameters are frozen, or nothing is frozen at all. Without a policy, a warning where the whole
 block around the norm is frozen (its weights expect the old statistics), or where this batch's statistics already
-differ from the stored ones (NS304); else info. A norm that is in eval now, and not after the next `train()`, is
-NS306's.
+differ from the stored ones (NS304); else info. A norm that is in eval until the next `train()` is NS306's.
 
 ## Why it matters
 A frozen backbone whose statistics drift towards a small fine-tuning set is no longer the backbone that was
@@ -24,8 +23,8 @@ trained: its output in eval changes although none of its weights did, and a chec
 parameters shows nothing.
 
 ## Known problems
-Letting statistics follow the new data under frozen weights is a sound way to adapt to a new domain. If that
-is meant, say so with `frozen_policy="affine"`. A model in eval mode with no trainable parameter at all is
+Statistics that follow the new data under frozen weights are a sound way to adapt to a new domain: say so with
+`frozen_policy="affine"`. A model in eval mode with no trainable parameter at all is
 being used, not trained: one info.
 
 ## Example
@@ -51,8 +50,7 @@ def train(self, mode=True):
     return self
 ```
 
-or replace them by frozen batch norms. To train the gain and bias, turn `requires_grad` on again. To let the
-statistics follow the data, say `frozen_policy="affine"`.
+or replace them by frozen batch norms. To train the gain and bias, turn `requires_grad` on again.
 
 ## References
 - Li et al. 2017, Revisiting Batch Normalization for Practical Domain Adaptation: statistics of the new
@@ -85,8 +83,8 @@ def check(subject: Subject) -> Iterator[Finding]:
     policy, freeze = subject.frozen_policy, subject.measured["freeze"]
     sites = [(site, freeze[site.name]) for site in subject.sites if site.name in freeze]
     if policy and _nothing_frozen(policy, sites):
-        trained = (site for site, frozen in sites if policy == "affine" or _live(site, frozen))
-        yield from fold(_unfrozen(site, policy) for site in trained)
+        trained = _has_trained_affine if policy == "affine" else _live
+        yield from fold(_unfrozen(site, policy) for site, frozen in sites if trained(site, frozen))
         return
     if policy == "affine":
         return
@@ -108,6 +106,10 @@ def check(subject: Subject) -> Iterator[Finding]:
 def _live(site: Site, frozen: Any) -> bool:
     """Its running statistics move after the model's own train()."""
     return site.has_running_state and site.mode_train == "batch" and bool(frozen.training_after_train)
+
+
+def _has_trained_affine(site: Site, _: Any) -> bool:
+    return any(map(site.requires_grad, ("weight", "bias")))
 
 
 def _not_sticky(subject: Subject, frozen: Any) -> bool:

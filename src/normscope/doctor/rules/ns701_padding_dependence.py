@@ -4,8 +4,11 @@
 With a mask (True at valid positions), the batch runs in eval mode again with other content at the padded positions,
 and with a quarter more of them. Outputs at valid positions must stay the same: equal content aside, a difference
 above 1e-5 of their size counts. Names the first site whose valid outputs change for unchanged valid inputs, with the
-size of both changes. Where no site is responsible but the model's output changes, it is info: a convolution across
-the border or an attention without a mask does that.
+size of both changes, or the model where its output changes and no site is responsible: a convolution across the border
+or an attention without a mask does that.
+
+The severity follows what reaches the model's output at valid positions: an error from a quarter of its size on, a
+warning from 3 %, else info. Where the output cannot be matched to positions, what the site shows decides.
 
 ## Why it matters
 Predictions then depend on how long the longest sequence of the batch is. A norm over time or over the batch that
@@ -45,6 +48,7 @@ Normalize over features only (layer norm over the last axis), or use statistics 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -55,6 +59,10 @@ from normscope.doctor.wording import number, percent
 if TYPE_CHECKING:
     from normscope.doctor.probes.padding import Padding
     from normscope.doctor.subject import Subject
+
+
+MATTERS, LARGE = 0.03, 0.25
+"""of the size of the valid outputs"""
 
 
 @rule("NS701", "padding-dependence", kinds="D", needs=("padding",))
@@ -69,13 +77,20 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         for name, mixing in run.items()
         if mixing.responsible
     }
-    if guilty:
-        yield _at_site(min(guilty, key=guilty.__getitem__), measured)
-    elif measured.output_content or measured.output_length:
+    first = min(guilty, key=guilty.__getitem__) if guilty else ""
+    here = [run[first].relative for run in (measured.content, measured.length) if first and first in run]
+    output = [size for size in (measured.output_content, measured.output_length) if size is not None]
+    if not math.isfinite(sum(here) + sum(output)):
+        yield NotRun(
+            "NS701", "valid outputs hold NaN or infinities, so their change has no size (see NS406)", first
+        )
+    elif guilty:
+        yield _at_site(first, measured, _severity(output or here))
+    elif any(output):
         yield Finding(
             code="NS701",
             site="",
-            severity="info",
+            severity=_severity(output),
             message="padded positions change the model's output at valid ones, by "
             f"{_sizes(measured.output_content, measured.output_length)}; no normalization that was found does it.",
             mode="eval",
@@ -84,14 +99,22 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         )
 
 
-def _at_site(name: str, measured: Padding) -> Finding:
+def _severity(changes: list[float]) -> str:
+    return "error" if max(changes) >= LARGE else "warning" if max(changes) >= MATTERS else "info"
+
+
+def _at_site(name: str, measured: Padding, severity: str) -> Finding:
     content, length = measured.content.get(name), measured.length.get(name)
     sizes = _sizes(content.relative if content else None, length.relative if length else None)
+    output = [size for size in (measured.output_content, measured.output_length) if size is not None]
+    reaches = (
+        f", and the model's valid outputs by up to {number(max(output))} of their size" if output else ""
+    )
     return Finding(
         code="NS701",
         site=name,
-        severity="warning",
-        message=f"padded positions change the normalized values of valid ones, by {sizes} "
+        severity=severity,
+        message=f"padded positions change the normalized values of valid ones, by {sizes}{reaches} "
         f"({percent(measured.masked / measured.positions)} of the positions are padded).",
         mode="eval",
         evidence={
