@@ -93,7 +93,7 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
 
 def _left_in_train(subject: Subject, measured: Companions | None) -> Iterator[Finding]:
     """Norms that normalize by the batch now and would not after ``model.eval()``, in a model that is in eval."""
-    if subject.model.training:
+    if getattr(subject.model, "training", True):  # a frozen script has no modes
         return
     for site in subject.sites:
         if not (site.has_running_state and site.mode_now == "batch" and site.mode_eval == "running"):
