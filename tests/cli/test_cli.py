@@ -1,10 +1,8 @@
-"""The command line as a user runs it, in a process of its own."""
+"""The commands: what they print, what they refuse, and their exit codes."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -13,8 +11,14 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
+
+from normscope.cli import settings
+from normscope.cli.app import app
+from normscope.errors import BadInput
 
 MODELS = """
+import sys
 import torch
 from torch import nn
 
@@ -50,18 +54,75 @@ def needs(width):
 def broken():
     raise KeyError("config")
 
+class Leaves(nn.Module):
+    def forward(self, x):
+        sys.exit(0)
+
+def leaves():
+    return Leaves(), torch.zeros(8, 3)
+
+def leaves_in_the_loss():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    return {"model": model, "inputs": torch.randn(8, 3), "loss_fn": lambda output: sys.exit(0)}
+
+def leaves_at_once():
+    sys.exit(0)
+
+class Unusual(BaseException):
+    pass
+
+def unusual():
+    raise Unusual("one\\n\\ntwo")
+
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+def speechless():
+    raise Speechless
+
+def talks():
+    print("calling")
+    return nn.Sequential(Talks(), nn.LayerNorm(3)), torch.randn(8, 3)
+
+class Talks(nn.Module):
+    def forward(self, x):
+        print("model speaks")
+        return x
+
+class ByHand(nn.Module):
+    def forward(self, x):
+        return (x - x.mean(0)) / x.std(0)
+
+def a_dict():
+    return {"model": nn.LayerNorm(3), "input": torch.randn(8, 3)}
+
+def no_model():
+    return {"model": "net"}
+
+def __getattr__(name):
+    if name == "mined":
+        raise OSError("do not touch")
+    raise AttributeError(name)
+
 number = 3
 """
 
 
-def run(*args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from normscope.cli import main; main()", *args],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )
+class Done:
+    def __init__(self, *args: str) -> None:
+        result = CliRunner().invoke(app, list(args))
+        self.returncode, self.stdout, self.stderr = result.exit_code, result.stdout, result.stderr
+
+
+def run(*args: str, cwd: Path | None = None) -> Done:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        patch.chdir(cwd or Path(__file__).parent)
+        try:
+            return Done(*args)
+        finally:
+            sys.modules.pop("models", None)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +175,23 @@ def test_data_decides(folder: Path) -> None:
             "'models.py:trained' looks like a path; write it as an import: models:trained",
         ),
         (["models:absent"], "'models' has no attribute 'absent'; it has:"),
+        (["models:leaves"], "the model raised SystemExit on these inputs (inputs: (8, 3) float32)"),
+        (["models:leaves_in_the_loss"], "loss_fn(output) raised SystemExit: 0"),
+        (["models:leaves_at_once"], "calling models:leaves_at_once raised SystemExit: 0"),
+        (["models:unusual"], "calling models:unusual raised Unusual: one\n    two\n"),
+        (
+            ["models:speechless"],
+            "calling models:speechless raised Speechless (its message cannot be shown: ValueError in __str__)",
+        ),
+        (["models:mined"], "looking up 'mined' in 'models' raised OSError: do not touch"),
+        (
+            ["models:a_dict"],
+            "models:a_dict returned a dict with input; known: model, inputs, targets, mask, loss_fn, optimizer",
+        ),
+        (
+            ["models:no_model"],
+            "models:no_model returned a dict whose model is a str; expected a torch.nn.Module",
+        ),
         (["models:number"], "models:number is a int; expected a torch.nn.Module"),
         (["models:needs"], "models:needs needs the arguments width; wrap it in a function"),
         (["models:broken"], "calling models:broken raised KeyError: 'config'"),
@@ -139,7 +217,18 @@ def test_data_decides(folder: Path) -> None:
         (["models:trained", "--select", "NS9"], "select names 'NS9', which begins no rule's code"),
         (["models:trained", "--fail-on", "fatal"], "a severity is one of info, warning, error; got 'fatal'"),
         (["models:trained", "--format", "xml"], "--format is one of text, json, sarif, github; got 'xml'"),
+        (["models:trained", "--select", ","], "--select names no rule; write codes or their beginnings"),
         (["models:trained", "--html", "no/such/folder/x.html"], "does not exist; make it first"),
+        (["models:trained", "--html", ""], "--html . is a folder; name a file to write, such as report.html"),
+        (
+            ["models:trained", "--html", "."],
+            "--html . is a folder; name a file to write, such as report.html",
+        ),
+        (["models:trained", "--html", "/dev/full"], "--html /dev/full is no ordinary file; name a file"),
+        (
+            ["models:trained", "--html", "n" * 300],
+            f"--html {'n' * 300} cannot be written (File name too long); name a file to write",
+        ),
         (["demo:unknown"], "there is no demo 'unknown'; there are faulty, healthy"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -175,6 +264,86 @@ def test_settings_are_read_and_the_command_line_wins(folder: Path, tmp_path: Pat
     assert "[tool.normscope] has no setting 'ignored'; known: select, ignore, fail-on" in wrong.stderr
 
 
+def test_sizes_are_at_least_one(folder: Path) -> None:
+    for size in ("-5", "0", "many"):
+        done = run("check", "models:trained", "--dataset-size", size, cwd=folder)
+        assert done.returncode == 2
+        assert "--dataset-size" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tool = 3", "[tool] must be a table, got 3"),
+        ("[tool]\nnormscope = 3", "[tool.normscope] must be a table, got 3"),
+        ("[tool.normscope]\ndataset-size = -3", "dataset-size is a number of samples, at least 1; got -3"),
+        ("[tool.normscope]\ndataset-size = true", "dataset-size must be a int, got True"),
+        ('[tool.normscope]\nfail-on = "fatal"', "fail-on is one of info, warning, error; got 'fatal'"),
+        (
+            '[tool.normscope]\nfrozen-policy = "all"',
+            "frozen-policy is one of statistics, affine, both; got 'all'",
+        ),
+        ("[tool.normscope]\nselect = [3]", "select must be a list of strings, got [3]"),
+        ('[tool.normscope]\nignore = ["ns9"]', "ignore names 'NS9', which begins no rule's code; known: NS1"),
+        ("[tool.normscope", "is not valid TOML: "),
+    ],
+)
+def test_wrong_settings_are_named_with_their_file(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "pyproject.toml"
+    file.write_text(text)
+    with pytest.raises(BadInput) as caught:
+        settings.load(tmp_path)
+    assert str(caught.value).startswith(str(file))
+    assert words in str(caught.value)
+
+
+def test_codes_are_read_in_any_case(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.normscope]\nselect = ["ns3", " NS101"]')
+    assert settings.load(tmp_path).select == ("NS3", "NS101")
+
+
+@pytest.mark.parametrize("form", ["json", "sarif", "github", "text"])
+def test_what_the_model_prints_is_not_in_the_report(form: str, folder: Path) -> None:
+    done = run("check", "models:talks", "--format", form, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("calling\nmodel speaks\n")
+    assert "model speaks" not in done.stdout
+    if form in ("json", "sarif"):
+        json.loads(done.stdout)
+
+
+def test_how_to_give_what_rules_need_is_said_once(folder: Path) -> None:
+    def text(*args: str) -> str:
+        return " ".join(run("check", *args, cwd=folder).stdout.split())
+
+    assert (
+        text("models:with_data").count("is given by --data FILE, with the keys inputs, targets and mask") == 1
+    )
+    assert "--data FILE" not in text("models:with_data", "--select", "NS101")
+
+
+def test_weights_say_what_was_done_to_them(folder: Path, tmp_path: Path) -> None:
+    state = {f"module.{key}": value for key, value in torch.nn.LayerNorm(3).state_dict().items()}
+    torch.save({f"1.{k}".replace("1.module", "module.1"): v for k, v in state.items()}, tmp_path / "w.pt")
+    done = run("check", "models:talks", "--weights", str(tmp_path / "w.pt"), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"normscope: note: {tmp_path / 'w.pt'}: took the prefix 'module.' off every key\n" in done.stderr
+
+
+def test_a_fault_is_told_from_a_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends a command is exit 2: neither 0, nor the 1 that means findings."""
+    for error in (SystemExit(0), ZeroDivisionError("by zero"), GeneratorExit()):
+
+        def broken(*_: object, _error: BaseException = error, **__: object) -> None:
+            raise _error
+
+        monkeypatch.setattr("normscope.doctor.check.check", broken)
+        done = run("check", "models:with_data", cwd=folder)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"normscope: stopped by {type(error).__name__}")
+        assert f"raised in {__file__}, line " in done.stderr
+
+
 def test_spec_table(folder: Path) -> None:
     done = run("spec", "models:with_data", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -184,11 +353,21 @@ def test_spec_table(folder: Path) -> None:
         "b c ... -> c",
         "sqrt(var + 1e-05)",
         "momentum 0.1, unbiased variance",
+        "calls 1",
     ):
         assert part in text, part
     rows = json.loads(run("spec", "models:with_data", "--format", "json", cwd=folder).stdout)["sites"]
     assert rows[0]["mode_train"] == "batch"
     assert rows[0]["mode_eval"] == "running"
+
+
+def test_spec_without_data_says_what_it_cannot_see(folder: Path) -> None:
+    assert "calls       not run" in run("spec", "models:trained", cwd=folder).stdout
+    assert run("spec", "models:ByHand", cwd=folder).stdout == (
+        "no normalization found\n"
+        "norms written as functions or by hand show only in a run: pass --data FILE or --input SHAPE\n"
+    )
+    assert "run: pass" not in run("spec", "models:Talks", "--input", "8x3", cwd=folder).stdout
 
 
 def test_rule_pages() -> None:

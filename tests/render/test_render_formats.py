@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 
 import jsonschema
 import pytest
+from rich.console import Console
 
 from normscope import families
 from normscope.doctor.report import Finding, NotRun, Report, SiteRow
+from normscope.doctor.rules import all_rules
 from normscope.errors import BadInput, FindingsError
 from normscope.render.github import to_github
+from normscope.render.sites import print_sites
 from normscope.render.text import to_text
 
 NASTY = "block[0].norm <script>alert('&')</script> 100%: [bold]x[/bold]"
@@ -129,6 +137,74 @@ def test_text_fits_the_terminal_and_says_all(width: int) -> None:
         assert part in flat, part
     assert text.rstrip().endswith("1 error, 2 for information")
     assert "\x1b" not in text
+
+
+def test_the_hint_stands_under_what_was_not_run_and_only_where_something_can_be_passed() -> None:
+    asked = replace(report(), not_run=(NotRun("NS502", "no optimizer was given: pass optimizer="),))
+    assert "pass optimizer=\n        do this\nnote" in to_text(asked, hint="do this")
+    assert "do this" not in to_text(report(), hint="do this")
+
+
+def test_printing_draws_no_random_number() -> None:
+    """Also not the first time, when rich is imported."""
+    script = (
+        "import random; before = random.getstate()\n"
+        "from normscope.doctor.report import Report\n"
+        "report = Report((), (), (), ())\n"
+        "str(report); report._repr_html_(); import normscope.render.sites, rich.style\n"
+        "assert random.getstate() == before"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def site(name: str, shape: tuple[int, ...] = (8, 3, 4, 4), mode_eval: str = "running") -> SiteRow:
+    spec = families.batch_norm()
+    return SiteRow(
+        name, "module", "torch.nn.BatchNorm2d", spec, "", "batch", mode_eval, 1, (shape,), ("float32",)
+    )
+
+
+def printed(rows: list[SiteRow], width: int = 100, ran: bool = True) -> str:
+    console = Console(file=StringIO(), width=width, color_system=None)
+    print_sites(rows, console, ran=ran)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_sites_of_one_specification_are_one_block() -> None:
+    rows = [site("a"), site("b", (8, 6, 2, 2)), site(""), site("c", mode_eval="frozen")]
+    assert printed(rows) == (
+        "4 sites  torch.nn.BatchNorm2d\n"
+        "    axes        b c ... -> c\n"
+        "    divides by  sqrt(var + 1e-05)\n"
+        "    affine      weight(c), bias(c)\n"
+        "    arithmetic  float32\n"
+        "    state       momentum 0.1, unbiased variance\n"
+        "    train       batch\n"
+        "    calls       1\n"
+        "    sites       a, the model: eval running, shape 8x3x4x4\n"
+        "                b: eval running, shape 8x6x2x2\n"
+        "                c: eval frozen, shape 8x3x4x4\n"
+    )
+    assert len(printed(rows, 200).splitlines()) == 1 + len(rows)
+    assert "not run" in printed(rows, 200, ran=False)
+    many = printed([site(f"layer{i}.norm") for i in range(99)], 60)
+    assert len(many.splitlines()) < 60
+    assert max(map(len, many.splitlines())) <= 60
+    assert all(f"layer{i}.norm" in many for i in range(99))
+
+
+def test_a_model_that_is_itself_a_norm_has_a_name_everywhere(tmp_path: Path) -> None:
+    finding = Finding("NS304", "", "Differs.", name="train-eval-gap")
+    root = Report((finding,), (site(""),), ("NS101",), (), target="m:norm", versions={"torch": "2.6"})
+    page = root._repr_html_()
+    assert page.count("the model") == 2
+    assert all_rules()["NS304"].summary in html.unescape(page)
+    assert f"NS101: {all_rules()['NS101'].summary}" in html.unescape(page)
+    assert "torch 2.6" in page
+    assert "the model: Differs." in to_github(root)
+    place = json.loads(root.to_sarif())["runs"][0]["results"][0]["locations"][0]["logicalLocations"][0]
+    assert place["fullyQualifiedName"] == "m:norm"
 
 
 def test_html_is_one_whole_page_without_network_or_injection(tmp_path: Path) -> None:

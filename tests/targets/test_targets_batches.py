@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
+import traceback
+import warnings
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +55,7 @@ def test_other_names_are_keyword_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none.npz", "there is no file {path}"),
+        ("absent.npz", "there is no file {path}"),
         ("a.txt", "{path}: the batch must be a .npz, .npy, .pt or .safetensors file, got .txt"),
         (
             "pickled.npy",
@@ -62,6 +67,16 @@ def test_other_names_are_keyword_arguments(tmp_path: Path) -> None:
         ),
         ("both.npz", "{path} holds both inputs and x; keep one"),
         ("empty.npz", "{path} holds no inputs; name them inputs, or as the model's keyword arguments"),
+        (
+            "none.pt",
+            "{path} holds an object of type NoneType; the batch must be a tensor, a tuple of them, or a dict of them",
+        ),
+        (
+            "list.pt",
+            "{path} holds an empty list; the batch must be a tensor, a tuple of them, or a dict of them",
+        ),
+        ("nones.pt", "{path} holds None under inputs and mask; leave that out"),
+        ("numbered.pt", "{path} holds a value named 0; names must be strings: inputs, targets, mask"),
         ("extra.npz", "{path} holds other beside the inputs; name all as keyword arguments instead"),
     ],
 )
@@ -73,24 +88,93 @@ def test_bad_data_has_one_clear_message(name: str, message: str, tmp_path: Path)
     np.savez(tmp_path / "both.npz", inputs=x, x=x)
     np.savez(tmp_path / "empty.npz", y=x)
     np.savez(tmp_path / "extra.npz", x=x, other=x)
+    torch.save(None, tmp_path / "none.pt")
+    torch.save([], tmp_path / "list.pt")
+    torch.save({"inputs": None, "mask": None}, tmp_path / "nones.pt")
+    torch.save({0: torch.ones(2)}, tmp_path / "numbered.pt")
     path = tmp_path / name
     with pytest.raises(BadInput) as caught:
         batches.read(path)
     assert str(caught.value) == message.format(path=path)
 
 
-def test_a_pt_file_that_needs_pickle_is_refused_with_the_name_of_what_it_asks_for(tmp_path: Path) -> None:
-    path = tmp_path / "evil.pt"
-    torch.save({"x": Trap()}, path)
-    with pytest.raises(BadTarget) as caught:
+class Config:
+    """A class of the user's, which a checkpoint often holds beside the tensors."""
+
+
+class Bound:
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return (torch.ones(2).tolist, ())
+
+
+@cache
+def forbidden() -> dict[str, tuple[bytes, str]]:
+    """name -> content, and what it asks for."""
+
+    def saved(value: object, **how: bool) -> bytes:
+        file = io.BytesIO()
+        torch.save(value, file, **how)
+        return file.getvalue()
+
+    scripted = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), scripted)
+    config = f"it asks for {Config.__module__}.Config"
+    return {
+        "trap": (saved({"x": Trap()}), "it asks for exec"),
+        "trap.old": (saved({"x": Trap()}, _use_new_zipfile_serialization=False), "it asks for exec"),
+        "trap.bare": (pickle.dumps(Trap(), 4), "it asks for builtins.exec"),
+        "trap.bare2": (pickle.dumps(Trap(), 2), "it asks for exec"),
+        "system": (saved(System()), f"it asks for {os.system.__module__}.system"),
+        "bound": (saved(Bound()), "it asks for getattr"),
+        "config": (saved({"x": torch.ones(2), "config": Config()}), config),
+        "config.old": (saved(Config(), _use_new_zipfile_serialization=False), config),
+        "module": (saved(torch.nn.ReLU()), "it asks for torch.nn.modules.activation.ReLU"),
+        "scripted": (scripted.getvalue(), "it is a TorchScript archive, which is code"),
+    }
+
+
+class System:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (os.system, ("echo the trap ran",))
+
+
+@pytest.mark.parametrize("name", forbidden())
+def test_a_pt_file_that_is_more_than_tensors_is_refused_with_the_name_of_what_it_asks_for(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.pt"
+    content, reason = forbidden()[name]
+    path.write_bytes(content)
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(BadTarget) as caught:
         batches.read(path)
+    assert warned == []
     assert str(caught.value) == (
-        f"{path} cannot be read as plain tensors (it asks for exec). Files that run code are never loaded: "
+        f"{path} cannot be read as plain tensors ({reason}). Files that run code are never loaded: "
         "save it again as safetensors, or with torch.save(model.state_dict(), ...)"
     )
-    path.write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(BadTarget, match="plain tensors"):
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "set to `False`" not in shown  # the loader's advice to switch the safety off
+
+
+def test_a_header_that_claims_more_than_memory_holds(tmp_path: Path) -> None:
+    path = tmp_path / "huge.npy"
+    with path.open("wb") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (10**14,)}
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(BadInput) as caught:
         batches.read(path)
+    assert str(caught.value).startswith(
+        f"{path} claims more data than fits into memory; is it broken? (MemoryError: Unable to allocate"
+    )
+
+
+def test_suffixes_and_byte_orders_of_any_kind(tmp_path: Path) -> None:
+    x = np.arange(6.0, dtype=">f4").reshape(2, 3)
+    np.save(tmp_path / "x.npy", x)
+    (tmp_path / "x.npy").rename(tmp_path / "x.NPY")
+    assert batches.read(tmp_path / "x.NPY").inputs.tolist() == x.tolist()
+    save_file({"x": torch.ones(2)}, str(tmp_path / "x.SafeTensors"))
+    assert batches.read(tmp_path / "x.SafeTensors").inputs.tolist() == [1, 1]
 
 
 @given(st.binary(max_size=200), st.sampled_from([".npz", ".npy", ".pt", ".safetensors"]))
@@ -110,7 +194,23 @@ def test_random_input() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "8x", "axb", "0x3", "-1x3", "2x3:int3", "2x3:int64:y", "2x3:float32:1:2", "2x3:int64:0"]
+    "spec",
+    [
+        "",
+        "8x",
+        "axb",
+        "0x3",
+        "-1x3",
+        "2x3:int3",
+        "2x3:int64:y",
+        "2x3:float32:1:2",
+        "2x3:int64:0",
+        "2x3:float32:3",
+        "2x3:int8:300",
+        "2x3:cat",
+        "9" * 30,
+        "99999999999x99999999",
+    ],
 )
 def test_bad_random_input(spec: str) -> None:
     with pytest.raises(BadInput):
@@ -125,8 +225,41 @@ def test_weights_load_with_nests_and_prefixes(tmp_path: Path) -> None:
     other = torch.nn.BatchNorm1d(3)
     checkpoints.load_into(other, tmp_path / "w.pt")
     assert torch.equal(other.running_mean, model.running_mean)
-    with pytest.raises(BadTarget, match=r"w\.pt does not fit the model"):
-        checkpoints.load_into(torch.nn.BatchNorm1d(4), tmp_path / "w.pt")
+
+
+def test_a_prefix_comes_off_only_where_the_model_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    inner = torch.nn.LayerNorm(3)
+    torch.save({f"module.{k}": v for k, v in inner.state_dict().items()}, path)
+    assert checkpoints.load_into(torch.nn.LayerNorm(3), path) == [
+        f"{path}: took the prefix 'module.' off every key"
+    ]
+    wrapper = torch.nn.Module()
+    wrapper.module = torch.nn.LayerNorm(3)
+    assert checkpoints.load_into(wrapper, path) == []
+
+
+def test_weights_that_do_not_fit_say_so_in_a_few_lines(tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    torch.save(torch.nn.BatchNorm1d(3).state_dict(), path)
+    with pytest.raises(BadTarget) as caught:
+        checkpoints.load_into(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(99))), path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == (
+        f"{path} does not fit the model: loading it raised RuntimeError: Error(s) in loading state_dict for "
+        "Sequential:"
+    )
+    assert lines[1].startswith('    Missing key(s) in state_dict: "0.weight", "0.bias", ')
+    assert len(lines) == 3
+    assert max(map(len, lines)) < 420
+    for content, message in (
+        ({1: torch.ones(2)}, "holds a tensor named 1; a state dict names parameters by strings"),
+        ({"epoch": 3}, "holds no named tensors; it must hold a state dict, as model.state_dict() gives"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(BadTarget) as caught:
+            checkpoints.load_into(torch.nn.Linear(2, 2), path)
+        assert str(caught.value) == f"{path} {message}"
 
 
 def test_a_file_as_target_says_what_to_do() -> None:

@@ -126,19 +126,18 @@ def _codes(option: str, words: list[str]) -> tuple[str, ...]:
 def _writable(page: Path) -> None:
     """Raises BadInput for a page that could not be written once the check is done; leaves no file."""
     advice = "name a file to write, such as report.html"
-    if page.is_dir():
-        raise BadInput(f"--html {page} is a folder; {advice}")
-    if page.exists() and not page.is_file():
-        raise BadInput(f"--html {page} is no ordinary file; {advice}")
-    if not page.resolve().parent.is_dir():
-        raise BadInput(f"--html {page}: the folder {page.resolve().parent} does not exist; make it first")
     try:
+        if page.is_dir():
+            raise BadInput(f"--html {page} is a folder; {advice}")
+        if page.exists() and not page.is_file():
+            raise BadInput(f"--html {page} is no ordinary file; {advice}")
+        folder = page.resolve().parent
+        if not folder.is_dir():
+            raise BadInput(f"--html {page}: the folder {folder} does not exist; make it first")
         if page.exists():
             page.open("ab").close()
         else:
             page.touch()
             page.unlink()
     except OSError as error:
-        raise BadInput(
-            f"--html {page} cannot be written ({error.strerror}); {advice} in a folder of yours"
-        ) from error
+        raise BadInput(f"--html {page} cannot be written ({error.strerror}); {advice}") from error

@@ -33,6 +33,7 @@ def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
+        stdout = sys.stdout
         try:
             code = command(*args, **kwargs)
             sys.stdout.flush()
@@ -47,6 +48,8 @@ def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
             else:
                 _say(_explained(error))
             code = WRONG
+        finally:
+            sys.stdout = stdout  # which a command may have claimed for its report
         raise typer.Exit(code or 0)
 
     return run
