@@ -89,6 +89,49 @@ class Groups(nn.Module):
         return h.reshape(x.shape) * self.affine.by_channel.reshape(-1, *[1] * (x.ndim - 2))
 
 
+class OverTime(nn.Module):
+    """A wrapper: the tensors are those of a part, and a fixed gain of 0.5 comes between gain and bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        y = self.norm(x.reshape(-1, x.shape[2], 6)).reshape(x.shape)
+        bias = self.norm.bias.reshape(-1, 1, 1)
+        return 0.5 * (y - bias) + bias
+
+
+class Twice(nn.Module):
+    def forward(self, value):
+        return 2 * value
+
+
+def parametrized():
+    layer = ChannelsFirst()
+    nn.utils.parametrize.register_parametrization(layer, "gamma", Twice())
+    return layer
+
+
+class Ghost(nn.Module):
+    def forward(self, x):
+        return torch.cat([(p - p.mean(0)) / (p.var(0, correction=0) + 1e-5).sqrt() for p in x.split(4)])
+
+
+class Cumulative(Batch):
+    """The plain mean of all batches, by a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("num_batches_tracked", torch.tensor(3))
+
+    def forward(self, x):
+        if self.training:
+            self.num_batches_tracked += 1
+            self.momentum = 1 / self.num_batches_tracked.item()
+        return super().forward(x)
+
+
 class Scale(nn.Module):
     """One scalar gain over the length."""
 
@@ -130,6 +173,13 @@ RIGHT = {
         BATCH.replace(running=None),
     ),
     "group norm": (Groups(), GROUPS),
+    "over time": (
+        OverTime(),
+        NormSpec("t b c h w -> c", weight="c", bias="c", gain=0.5, running=Running(), sizes={"h": 2, "w": 3}),
+    ),
+    "parametrized": (parametrized(), families.channels_first_layer_norm(eps=1e-6)),
+    "ghost batch norm": (Ghost(), NormSpec("(v b) c -> v c", sizes={"b": 4})),
+    "cumulative": (Cumulative(), BATCH.replace(running=Running(momentum=None))),
     "scale norm": (Scale(), families.scale_norm()),
     "pixel norm": (Pixel(), families.pixel_norm()),
     "torch's own": (nn.BatchNorm2d(4), families.batch_norm(ndim=(4, 4))),

@@ -217,6 +217,15 @@ def test_with_inputs_what_is_called_or_written_inside_is_told_too():
     assert "written by hand" in report.not_verified[3].why
 
 
+def test_a_lazy_norm_and_one_on_a_weight_are_told():
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    report = verify.run_layer(nn.Sequential(linear, nn.LayerNorm(3), nn.LazyBatchNorm1d()))
+    assert [(item.site, item.why.partition(",")[0]) for item in report.not_verified] == [
+        ("0.parametrizations.weight.0", "normalizes a weight"),
+        ("2", "has not seen an input yet"),
+    ]
+
+
 def test_a_model_that_does_not_run_says_so():
     report = verify.run_layer(Mixed(), inputs=torch.randn(4, 5))
     (reason,) = [item.why for item in report.not_verified if item.site == "calls inside the forward"]

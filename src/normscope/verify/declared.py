@@ -120,9 +120,8 @@ def _places(module: nn.Module, spec: NormSpec, name: str) -> dict[str, str]:
     axes = _axes(spec)
     places: dict[str, str] = {}
     for role, groups in axes.items():
-        named = (n for n in NAMES[role] if isinstance(getattr(module, n, None), torch.Tensor))
-        fitting = (n for n in named if _fits(getattr(module, n).shape, tokenize(groups)))
-        path = next(fitting, None)
+        paths = (path for name in NAMES[role] for path in _named(module, name))
+        path = next((p for p in paths if _fits(attrgetter(p)(module).shape, tokenize(groups))), None)
         if path is not None:
             places[role] = path
     parameters = dict(_own(module.named_parameters()))
@@ -137,14 +136,24 @@ def _places(module: nn.Module, spec: NormSpec, name: str) -> dict[str, str]:
             f"{name} holds {_listed(left_over)}, which its specification does not name, so what it does is not "
             f"declared: {spec}. Say weight= or bias= with the axes that it lives on"
         )
-    if isinstance(getattr(module, COUNTER, None), torch.Tensor) and spec.running is not None:
-        places[COUNTER] = COUNTER
+    if spec.running is not None:
+        places.update((COUNTER, path) for path in _named(module, COUNTER))
     return places
+
+
+def _named(module: nn.Module, name: str) -> list[str]:
+    """The layer's own attribute of that name, else the one that a part of it holds; none where several do."""
+    if isinstance(getattr(module, name, None), torch.Tensor):
+        return [name]
+    holders = [
+        path for path, part in module.named_modules() if isinstance(getattr(part, name, None), torch.Tensor)
+    ]
+    return [f"{path}.{name}" for path in holders] if len(holders) == 1 else []
 
 
 def _own(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Without what lies under a parametrization: the attribute that it computes is found by name."""
-    return ((path, tensor) for path, tensor in tensors if not path.startswith("parametrizations."))
+    return ((path, tensor) for path, tensor in tensors if "parametrizations" not in path.split("."))
 
 
 def _fits(shape: Sequence[int], groups: tuple[Group, ...]) -> bool:

@@ -109,13 +109,20 @@ class Subject:
         layer = copy.deepcopy(self.layer)
         tensors = self.read(layer).tensors
         for name, value in values.items():
-            if parametrize.is_parametrized(layer, name):
-                lists: Any = layer.parametrizations
-                lists[name][-1] = _Constant(value.detach())
+            holder, attribute = self._holder(layer, name)
+            if parametrize.is_parametrized(holder, attribute):
+                lists: Any = holder.parametrizations
+                lists[attribute][-1] = _Constant(value.detach())
             else:
                 with torch.no_grad():
                     tensors[name].copy_(value)
         return layer
+
+    def _holder(self, layer: nn.Module, name: str) -> tuple[nn.Module, str]:
+        """The module that holds a tensor of the reading, and its name there."""
+        path = name if self.declaration is None else self.declaration.places[name]
+        parent, _, attribute = path.rpartition(".")
+        return layer.get_submodule(parent), attribute
 
     def evidence(self, claim: str, given: Any, **rest: Any) -> Evidence:
         words = f"{self.reading.type_name}: {self.spec}"

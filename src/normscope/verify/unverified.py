@@ -95,7 +95,13 @@ def _by_name(model: nn.Module, known: set[str]) -> Iterator[Unverified]:
         inside = any(path in (other, "") or other.startswith(f"{path}.") for other in known)
         if "norm" in type(module).__name__.lower() and not inside and not whole_model:
             known = known | {path}
-            yield Unverified(path or name, name, f"cannot be read; {DECLARE}")
+            on_weight = "parametrizations" in path.split(".")
+            why = (
+                "normalizes a weight, and the protocol takes layers"
+                if on_weight
+                else f"cannot be read; {DECLARE}"
+            )
+            yield Unverified(path or name, name, why)
 
 
 def nothing_to_verify(model: nn.Module, missed: tuple[Unverified, ...]) -> UnknownNormalization:
