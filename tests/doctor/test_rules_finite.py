@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import normscope
+from normscope.doctor.probes.finite import Bad, bad
 from normscope.doctor.report import Finding, Report
 
 torch.set_num_threads(1)
@@ -275,3 +276,39 @@ def test_no_rule_prints_a_number_that_is_none(name: str, training: bool) -> None
     messages = [f.message for head in report.findings for f in (head, *head.also)]
     assert not [m for m in messages if re.search(r"\b(nan|inf)\b", m)], messages
     assert {"NS406", "NS404", "NS301"} & {f.code for f in report.findings}, "and the fault is told"
+
+
+class TestBad:
+    """Elements that are no finite numbers, counted in every kind of tensor."""
+
+    @pytest.mark.parametrize(
+        "dtype",
+        [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.complex64],
+    )
+    def test_counts(self, dtype: torch.dtype) -> None:
+        x = torch.randn(3, 4, 5)
+        assert bad(x.to(dtype)) is None
+        x[0, 1, 2], x[1, 2, 3], x[2, 3, 4] = NAN, INF, -INF
+        assert bad(x.to(dtype)) == Bad(1, 2, 60)
+        assert bad(x.to(dtype).transpose(0, 2)) == Bad(1, 2, 60)
+
+    def test_what_holds_no_numbers_has_no_bad_ones(self) -> None:
+        assert bad(torch.arange(3)) is None
+        assert bad(torch.empty(0)) is None
+        assert bad(torch.eye(3).to_sparse()) is None
+
+    def test_a_sum_that_overflows_is_counted_again(self) -> None:
+        assert bad(torch.full((4,), torch.finfo(torch.float32).max)) is None
+        assert bad(torch.tensor([INF, -INF])) == Bad(0, 2, 2), "their sum is NaN, they are not"
+
+    def test_the_first_call_is_named(self) -> None:
+        class Twice(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.LayerNorm(6)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.norm(self.norm(x).log())
+
+        (finding,) = found(Twice(), torch.randn(8, 6))
+        assert (finding.site, finding.evidence["call"], finding.evidence["received"]) == ("norm", 1, True)
