@@ -356,7 +356,7 @@ def test_one_element_is_told_from_the_module_alone() -> None:
     healthy = normscope.check(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.LayerNorm(2)))
     assert not [f for f in healthy.findings if f.code == "NS101"]
     assert any(
-        n.code == "NS101" and n.reason.startswith("decided from the modules alone") for n in healthy.not_run
+        n.code == "NS101" and "the modules alone" in n.reason for n in healthy.not_run
     )
 
 
