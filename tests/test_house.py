@@ -103,7 +103,8 @@ def test_every_probe_that_a_rule_names_exists() -> None:
 
 
 def loaded_after(code: str) -> set[str]:
-    script = f"import sys\n{code}\nprint(' '.join(m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules))"
+    heavy = ("torch", "numpy", "safetensors", "rich")
+    script = f"import sys\n{code}\nprint(' '.join(m for m in {heavy} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines()[-1].split()) if done.stdout.strip() else set()
 

@@ -175,7 +175,10 @@ def test_data_decides(folder: Path) -> None:
             "'models.py:trained' looks like a path; write it as an import: models:trained",
         ),
         (["models:absent"], "'models' has no attribute 'absent'; it has:"),
-        (["models:leaves"], "the model raised SystemExit on these inputs (inputs: (8, 3) float32)"),
+        (
+            ["models:leaves"],
+            "the model raised on these inputs (inputs: (8, 3) float32) in eval mode SystemExit: 0",
+        ),
         (["models:leaves_in_the_loss"], "loss_fn(output) raised SystemExit: 0"),
         (["models:leaves_at_once"], "calling models:leaves_at_once raised SystemExit: 0"),
         (["models:unusual"], "calling models:unusual raised Unusual: one\n    two\n"),
@@ -197,15 +200,15 @@ def test_data_decides(folder: Path) -> None:
         (["models:broken"], "calling models:broken raised KeyError: 'config'"),
         (
             ["models:raises"],
-            "the model raised RuntimeError on these inputs (inputs: (2, 3) float32) in eval mode: no such luck.",
+            "the model raised on these inputs (inputs: (2, 3) float32) in eval mode RuntimeError: no such luck.",
         ),
         (
             ["models:trained", "--data", "flat.npy"],
-            "the model raised RuntimeError on these inputs (inputs: (8, 5) float32)",
+            "the model raised on these inputs (inputs: (8, 5) float32)",
         ),
         (
             ["models:trained", "--data", "ints.npy"],
-            "the model raised RuntimeError on these inputs (inputs: (8, 3, 12, 12) int64)",
+            "the model raised on these inputs (inputs: (8, 3, 12, 12) int64)",
         ),
         (["models:trained", "--data", "nan.npy"], "inputs holds 3456 NaN of 3456 values"),
         (["models:trained", "--data", "empty.npy"], "an empty batch: inputs has shape (0, 3, 12, 12)"),

@@ -117,7 +117,11 @@ def test_whatever_a_model_raises_is_a_model_error(error: BaseException) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise error
 
-    with pytest.raises(ModelError, match=f"the model raised {type(error).__name__} on these inputs"):
+    with pytest.raises(
+        ModelError,
+        match=r"the model raised on these inputs \(inputs: \(16, 6\) float32\) in eval mode "
+        + type(error).__name__,
+    ):
         normscope.check(Raises(), X)
 
 

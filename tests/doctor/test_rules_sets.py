@@ -355,9 +355,7 @@ def test_one_element_is_told_from_the_module_alone() -> None:
     ]
     healthy = normscope.check(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.LayerNorm(2)))
     assert not [f for f in healthy.findings if f.code == "NS101"]
-    assert any(
-        n.code == "NS101" and "the modules alone" in n.reason for n in healthy.not_run
-    )
+    assert any(n.code == "NS101" and "the modules alone" in n.reason for n in healthy.not_run)
 
 
 def test_eps_above_stored_variances_is_told_without_data() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from normscope.errors import NormscopeError
+from normscope.errors import WIDTH, NormscopeError, shortened, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,8 +65,6 @@ def _say(text: str) -> None:
 
 
 def _explained(error: BaseException) -> str:
-    from normscope.targets.failures import WIDTH, shortened, told
-
     if isinstance(error, (NormscopeError, OSError)):
         return shortened(str(error), width=4 * WIDTH)  # our own messages hold lists of what is known
     last = traceback.extract_tb(error.__traceback__)[-1]

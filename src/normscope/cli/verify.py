@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from normscope.cli import streams
+from normscope.cli.frame import FINDINGS
 from normscope.errors import BadInput
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def command(
         None, "--figures", metavar="DIR", help="Write two curves there, as SVG and CSV."
     ),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
-) -> None:
+) -> int:
     """Check normalization layers against the formulas, with input, convention, eps, tolerance and result.
 
     A layer of torch.nn is checked against what is read off it. A layer written by hand is checked against what you say
@@ -45,18 +47,19 @@ def command(
         raise BadInput("--figures draws torch.nn's own layers: leave out TARGET")
     from normscope import verify
 
+    out = streams.claim()  # the model's own prints go to standard error
     report = verify.run() if target is None else _of(target)
-    print(report.text(long=long))
+    print(report.text(long=long), file=out)
     if json is not None:
         json.write_text(report.to_json() + "\n")
-        print(f"written: {json}")
+        print(f"written: {json}", file=out)
     if figures is not None:
         from normscope.verify.figures import write
 
         for path in write(figures):
-            print(f"written: {path}")
-    if not report.passed:
-        raise typer.Exit(1)
+            print(f"written: {path}", file=out)
+    out.flush()
+    return 0 if report.passed else FINDINGS
 
 
 def _of(target: str) -> VerifyReport:

@@ -20,7 +20,7 @@ from normscope.doctor.session import Session
 from normscope.doctor.site import Site
 from normscope.doctor.sites import find_sites
 from normscope.doctor.subject import Subject
-from normscope.errors import ModelError, NormscopeError
+from normscope.errors import ModelError, NormscopeError, told
 
 
 def check(
@@ -185,12 +185,12 @@ def _explained(
                 for where, t in named_inputs(args, kwargs)
             )
             return ModelError(
-                f"the model raised {type(plain).__name__} on these inputs ({shapes}) in eval mode: {plain}. "
+                f"the model raised on these inputs ({shapes}) in eval mode {told(plain)}. "
                 "Check shape, dtype and how the inputs are passed (tensor: model(x), tuple: model(*x), "
                 "dict: model(**x))."
             )
     return NormscopeError(
-        f"the model could not be followed, though it runs by itself: {type(error).__name__}: {error}. "
+        f"the model could not be followed, though it runs by itself: {told(error)}. "
         "This is a fault of Normscope; please report it with the model's code"
     )
 

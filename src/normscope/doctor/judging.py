@@ -9,6 +9,7 @@ from normscope.doctor import runs
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import Rule
 from normscope.doctor.subject import Subject
+from normscope.errors import told
 
 
 def judge(
@@ -29,13 +30,13 @@ def judge(
         try:
             results = list(rule.check(subject))
         except Exception as error:  # a fault of one rule costs that rule, not the report
-            not_run.append(NotRun(rule.code, f"internal error: {type(error).__name__}: {error}"))
+            not_run.append(NotRun(rule.code, f"internal error: {told(error)}"))
             continue
         found = [named(result, rule) for result in results if isinstance(result, Finding)]
         undecided = [result for result in results if isinstance(result, NotRun)]
         partly = runs.not_run(rule.code, rule.uses, reasons)
         if partly is not None and not found:
-            undecided.append(NotRun(rule.code, f"decided from the modules alone; on data it {partly.reason}"))
+            undecided.append(NotRun(rule.code, f"decided by the modules alone ({partly.reason})"))
         if not found and not undecided and not any(True for _ in subject.known()):
             undecided.append(NotRun(rule.code, "no site whose specification is known"))
         findings += found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normscope.doctor.nested import tensors
-from normscope.errors import BadInput
+from normscope.errors import BadInput, told
 
 if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
@@ -42,7 +42,7 @@ def _own_loss(loss_fn: Callable[..., Any], output: Any, targets: Any) -> torch.T
     try:
         value = loss_fn(output) if targets is None else loss_fn(output, targets)
     except (Exception, SystemExit) as error:
-        raise BadInput(f"{called} raised {type(error).__name__}: {error}") from error
+        raise BadInput(f"{called} raised {told(error)}") from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise BadInput(

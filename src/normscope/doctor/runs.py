@@ -31,7 +31,7 @@ from normscope.doctor.report import NotRun
 from normscope.doctor.site import Event
 from normscope.doctor.sites import watch
 from normscope.doctor.subject import Subject
-from normscope.errors import BadInput
+from normscope.errors import BadInput, told
 
 MODES = {
     "eval": "eval",
@@ -118,7 +118,7 @@ def _run(run: str, subject: Subject, listeners: list[Probe], reasons: dict[str, 
         raise
     except (Exception, SystemExit) as error:
         # The model ran in eval mode when its sites were found; that it cannot run otherwise is a result, not a crash.
-        return f"{RAISED} the {run.replace('_', ' ')} run: {type(error).__name__}: {error}"
+        return f"{RAISED} the {run.replace('_', ' ')} run: {told(error)}"
     return ""
 
 
@@ -147,4 +147,4 @@ def _guarded(name: str, work: Callable[[], str | None]) -> str | None:
     try:
         return work()
     except Exception as error:
-        return f"internal error in probe {name}: {type(error).__name__}: {error}"
+        return f"internal error in probe {name}: {told(error)}"

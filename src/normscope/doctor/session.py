@@ -30,6 +30,7 @@ from normscope.doctor.refusals import (
 )
 from normscope.doctor.run_output import independent
 from normscope.doctor.tensor_state import HookStash, TensorState
+from normscope.errors import told
 
 __all__ = ["CHECKSUM_LIMIT", "MODES", "Refused", "Session", "clean_path", "is_training"]
 
@@ -166,7 +167,7 @@ class Session:
             try:
                 restore()
             except Exception as error:
-                failure = f"something could not be put back: {type(error).__name__}: {error}"
+                failure = f"something could not be put back: {told(error)}"
                 if failure not in self.unverified:
                     self.unverified.append(failure)
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from normscope.errors import BadInput
+from normscope.errors import BadInput, told
 from normscope.targets import checkpoints
-from normscope.targets.failures import told
 
 INPUTS, TARGETS, MASK = ("inputs", "input", "x"), ("targets", "target", "y", "labels"), "mask"
 

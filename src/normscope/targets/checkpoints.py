@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from normscope.errors import BadTarget
-from normscope.targets.failures import blamed, told
+from normscope.errors import BadTarget, told
+from normscope.targets.failures import blamed
 
 NESTS = ("state_dict", "model", "model_state_dict")
 PREFIXES = ("module.", "_orig_mod.")

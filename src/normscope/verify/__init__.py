@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from normscope.errors import told
 from normscope.verify.evidence import Evidence, VerifyReport, versions
 
 if TYPE_CHECKING:
@@ -93,6 +94,6 @@ def _collect(topic: str, checks: Iterable[Callable[[], Iterator[Evidence]]]) -> 
         try:
             yield from check()
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            why = told(error)
             claim = f"the check {check.__name__.replace('_', ' ')} runs"
             yield Evidence(topic, claim, "", "", None, float("nan"), 0.0, why)

@@ -15,7 +15,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from normscope.errors import BadInput
+from normscope.errors import BadInput, told
 from normscope.reading import Reading
 from normscope.reading.base import qualified_name
 from normscope.spec import NormSpec
@@ -208,7 +208,7 @@ def _example(module: nn.Module, spec: NormSpec, places: dict[str, str], name: st
             with torch.no_grad():
                 y = layer(torch.ones(shape, dtype=torch.float64))
         except Exception as error:  # the user's own forward
-            reasons.append(f"{shape} raised {type(error).__name__}: {error}")
+            reasons.append(f"{shape} raised {told(error)}")
             continue
         if isinstance(y, torch.Tensor) and y.shape == shape:
             return shape

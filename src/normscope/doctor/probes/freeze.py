@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from normscope.doctor.probes import Probe
 from normscope.doctor.tracing.paths import ModuleNames
+from normscope.errors import told
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,7 +49,7 @@ class FreezeProbe(Probe):
         try:
             subject.session.modes_after("train", "eval")
         except Exception as error:  # an exported program, for instance, has no modes
-            return f"the model's own train() or eval() raised {type(error).__name__}: {error}"
+            return f"the model's own train() or eval() raised {told(error)}"
         return None
 
     def finish(self, subject: Subject) -> dict[str, Freeze]:
