@@ -65,6 +65,7 @@ def _freeze(site: Site, names: ModuleNames, in_train: dict[str, bool], in_eval: 
     path = names.path(module) or ""
     own = [tensor for name, tensor in site.tensors.items() if name in ("weight", "bias")]
     block = _block(around, own)
+    mine = {id(tensor) for tensor in own}
     return Freeze(
         training_now=bool(module.training),
         training_after_train=in_train[path],
@@ -72,7 +73,7 @@ def _freeze(site: Site, names: ModuleNames, in_train: dict[str, bool], in_eval: 
         parameters_frozen=_frozen(own),
         block_frozen=_frozen(block.parameters()),
         block=names.path(block) or "",
-        rest_frozen=_frozen(p for p in block.parameters() if id(p) not in {id(tensor) for tensor in own}),
+        rest_frozen=_frozen(p for p in block.parameters() if id(p) not in mine),
     )
 
 
@@ -86,5 +87,9 @@ def _block(around: list[torch.nn.Module], own: list[torch.Tensor]) -> torch.nn.M
 
 
 def _frozen(tensors: Iterable[torch.Tensor]) -> bool:
-    flags = [tensor.requires_grad for tensor in tensors]
-    return bool(flags) and not any(flags)
+    empty = True
+    for tensor in tensors:  # most are live, and the first one tells
+        if tensor.requires_grad:
+            return False
+        empty = False
+    return not empty
