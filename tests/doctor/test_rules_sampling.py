@@ -508,7 +508,7 @@ class TestPadding:
 
 
 def test_few_channels_and_few_vectors_raise_no_gap_by_chance() -> None:
-    """One of 8 channels beyond sampling error is chance; squares of a few quiet samples look too sure."""
+    """One of 8 channels beyond sampling error is chance."""
     alarms = 0
     for seed in range(20):
         torch.manual_seed(seed)
