@@ -7,8 +7,13 @@ channel, B samples, running mean mu, running variance V and update fraction a:
     t_v = (mean_i q_i - V)  / (sd_i(q_i) / sqrt(B) * f)
 
 compared with Student's t at B - 1 degrees of freedom, two-sided p = 0.001. f is the noise that the running state
-itself carries: a / (2 - a) of one training batch for an exponential average, 1 / k for the mean of k batches. Squares
-are skewed, so where few samples happen to be quiet t_v is too sure; that is why one channel alone proves nothing.
+itself carries: a / (2 - a) of one training batch for an exponential average, 1 / k for the mean of k batches.
+
+Where a sample gives one element (vectors, unlike images, average nothing within a sample) features are often skewed,
+and few samples without the rare large ones look quiet and too sure of it. There the standard error of the mean is at
+least sqrt(V / B), and for a mean square below V that of the mean square is at least a Gaussian's,
+mean_i q_i * sqrt(2 / B), and the numerator of t_v is mean_i q_i * log(mean_i q_i / V), which is nearer to 0.
+
 Significance is not enough, since with many samples a harmless difference is significant too; so the size of the
 difference in units of the running denominator is measured beside it.
 """
@@ -38,15 +43,27 @@ def difference(
     eps: float,
     noise: float = 1.0,
     within: bool = False,
+    paired: bool = False,
 ) -> Difference:
-    """The test above, of a batch against given statistics; with ``within`` the variance is that within samples."""
+    """The test above, of a batch against given statistics.
+
+    ``within``: the variance is that within samples. ``paired``: the means are differences between calls, whose spread
+    V does not tell.
+    """
     critical = t_critical(batch.mean.shape[1] - 1)
     off = batch.batch_mean - mean
     square = batch.var if within else batch.var + np.square(batch.mean - mean)
     now = batch.var[0].mean(0) if within else batch.batch_var
+    mean_square, samples = square[0].mean(0), batch.mean.shape[1]
+    away, error, error_square = np.abs(mean_square - var), *map(batch.standard_error, (batch.mean, square))
     with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.abs(off) / (batch.standard_error(batch.mean) * noise)
-        t_var = np.abs(square[0].mean(0) - var) / (batch.standard_error(square) * noise)
+        if batch.elements == 1 and not paired:
+            error = np.maximum(error, np.sqrt(var / samples))
+            quiet = mean_square < var
+            gaussian = np.maximum(error_square, mean_square * np.sqrt(2 / samples))
+            error_square = np.where(quiet, gaussian, error_square)
+            away = np.where(quiet, mean_square * np.log(var / mean_square), away)
+        t, t_var = np.abs(off) / (error * noise), away / (error_square * noise)
         ratio = (now + eps) / (var + eps)
     return Difference(
         share_mean=float(np.mean(t[live] > critical)),

@@ -144,7 +144,9 @@ def _between(
     found = []
     for index, call in enumerate(calls):
         shifted = SampleMoments(call.mean - average_mean + centre, call.var, call.elements)
-        paired = difference(shifted, centre, average_var, live & (average_var > 0), eps, within=within)
+        paired = difference(
+            shifted, centre, average_var, live & (average_var > 0), eps, within=within, paired=True
+        )
         whole = difference(call, centre, average_var, live & (average_var > 0), eps, within=within)
         both = replace(whole, share_mean=paired.share_mean)
         found.append((max(both.shift, abs(both.log_var)), index, both))
