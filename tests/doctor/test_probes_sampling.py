@@ -311,12 +311,6 @@ class TestEffectiveSamples:
         found = self.at_the_input(x - x.mean((2, 3), keepdim=True))
         assert found.per_sample == 4
 
-    def test_copies_count_once(self) -> None:
-        x = torch.randn(4, 200, 6, 6, generator=torch.Generator().manual_seed(0)).repeat(4, 1, 1, 1)
-        found = self.at_the_input(x)
-        assert found.distinct == 4
-        assert found.effective <= 4 * 36
-
 
 class TestPadding:
     mask = torch.arange(12) < torch.tensor([[12], [9], [5], [7]])

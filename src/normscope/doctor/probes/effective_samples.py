@@ -5,9 +5,7 @@ independent values. How many follows from how much the per-sample means m_i real
 
     n_eff = v / (s^2 / B)        v: variance of all elements;  s^2: variance of m_i over samples
 
-with s^2 / v averaged over channels. With fewer than four samples, or samples that are not independent, s^2 is taken
-about the running mean instead, mean_i (m_i - mu)^2. That is the sum of the autocovariance about the global mean over
-all lags; about each sample's own mean it would forget that samples differ, and overstate n_eff up to 17 times.
+with s^2 / v averaged over channels. A few samples, or copies of some, have no s^2 worth the name: then it cannot tell.
 Measured in eval mode, where a site's input does not depend on the batch. Never more than there are elements.
 """
 
@@ -18,12 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from normscope.doctor.independence import examine
 from normscope.doctor.moments import SampleMoments, sample_moments
 from normscope.doctor.probes import Probe
 
 if TYPE_CHECKING:
-    from normscope.doctor.site import Event, Site
+    from normscope.doctor.site import Event
     from normscope.doctor.subject import Subject
 
 FEW = 4
@@ -41,8 +38,6 @@ class EffectiveSamples:
     elements: int = 0
     """elements of one sample in one channel"""
     samples: int = 0
-    distinct: float = 0.0
-    """samples that are independent of each other"""
     reason: str = ""
 
 
@@ -54,49 +49,38 @@ class EffectiveSamplesProbe(Probe):
 
     def start(self, subject: Subject) -> str | None:
         self._samples = subject.batch_size
-        self._seen: dict[str, tuple[Site, SampleMoments | str]] = {}
+        self._seen: dict[str, SampleMoments | str] = {}
         if not any(site.mode_train == "batch" for site in subject.known()):
             return "no site normalizes by batch statistics in training"
         if subject.batch_size < 2:
             return "one sample is no training batch: pass one like those in training"
+        if subject.batch_size < FEW:
+            return f"cannot tell with {subject.batch_size} samples: pass a batch like those in training, 8 or more"
+        if subject.inputs_dependent:
+            return f"cannot tell: the samples are not independent, {subject.inputs_dependent}"
         return None
 
     def observe(self, event: Event) -> None:
         site = event.site
         couples = "b" not in event.spec.stats.partition("->")[2].split()
         if site.mode_train == "batch" and couples and site.name not in self._seen:
-            self._seen[site.name] = (site, sample_moments(event, self._samples))
+            self._seen[site.name] = sample_moments(event, self._samples)
 
     def finish(self, subject: Subject) -> dict[str, EffectiveSamples]:
-        distinct = float(subject.batch_size)
-        if subject.inputs_dependent:
-            found = examine((subject.args, subject.kwargs), subject.batch_size)
-            distinct *= found.groups / found.looked_at
-        return {
-            name: _measure(order, site, moments, distinct)
-            for order, (name, (site, moments)) in enumerate(self._seen.items())
-        }
+        return {name: _measure(order, moments) for order, (name, moments) in enumerate(self._seen.items())}
 
 
-def _measure(order: int, site: Site, moments: SampleMoments | str, distinct: float) -> EffectiveSamples:
+def _measure(order: int, moments: SampleMoments | str) -> EffectiveSamples:
     if isinstance(moments, str):
         return EffectiveSamples(order, reason=moments)
     samples = moments.mean.shape[1]
     if moments.elements == 1:  # nothing within a sample to be correlated
-        return EffectiveSamples(order, distinct, 1.0, 1, samples, distinct)
-    centre = site.array("running_mean")
-    if samples < FEW or distinct < samples:
-        if centre is None or centre.size != moments.mean.shape[-1]:
-            return EffectiveSamples(order, reason=f"cannot tell with {samples} samples and no running mean")
-        off = moments.mean - centre.ravel()
-        between = np.square(off).mean(1).max(0)
-        total = moments.var[0].mean(0) + np.square(off[0]).mean(0)
-    else:
-        between = moments.mean.var(1, ddof=1).max(0)
-        total = moments.batch_var
+        return EffectiveSamples(order, float(samples), 1.0, 1, samples)
+    between = moments.mean.var(1, ddof=1).max(0)
+    total = moments.batch_var
     live = total > 0
     if not live.any():
         return EffectiveSamples(order, reason="its input is constant on this batch")
     share = float(np.mean(between[live] / total[live]))
     per_sample = float(np.clip(1.0 / max(share, 1e-12), 1.0, moments.elements))
-    return EffectiveSamples(order, per_sample * distinct, per_sample, moments.elements, samples, distinct)
+    return EffectiveSamples(order, per_sample * samples, per_sample, moments.elements, samples)

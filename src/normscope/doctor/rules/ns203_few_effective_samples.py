@@ -3,29 +3,24 @@
 ## What it does
 Estimates, at every site that normalizes by the batch in training, how many independent values stand behind a batch
 mean: n_eff = v / (s^2 / B), with v the variance of all elements, s^2 the variance of the per-sample means and B the
-number of independent samples. Spatial correlation is in it, and copies, near copies and overlapping crops among the
-samples are counted once. Below 16, the batch mean strays by more than a quarter of a standard deviation. That is
-info, since a batch for training may be larger; below 4, or where the samples are not independent, a warning.
+number of samples. Spatial correlation is in it. Below 16, the batch mean strays by more than a quarter of a
+standard deviation. That is info, since a batch for training may be larger. With fewer than four samples, or with
+copies, near copies or overlapping crops among them, it cannot tell and says so: such a batch is none for training.
 
 ## Why it matters
-Noise of the statistics is noise in every output of training, and running statistics collected from such batches,
-or batches of one video or one image, describe no data set.
+Noise of the statistics is noise in every output of training, and in the running statistics collected from it.
 
 ## Known problems
 It speaks of the batch that was passed: pass one like those in training. From eight samples the estimate is good to
-about a third. With fewer than four, it rests on the running means, and is too low where these are stale. Crops of
-one image without overlap are not noticed.
+about a third. Crops of one image without overlap are not noticed.
 
 ## Example
 ```python
 import torch, normscope
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU())
-for _ in range(50):
-    model(torch.randn(64, 8))
-one = torch.randn(4, 8)
-report = normscope.check(model, one.repeat_interleave(4, 0))  # 16 samples, 4 of them distinct
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
+report = normscope.check(model, torch.randn(8, 8))  # a batch as in training
 print(report)
 ```
 
@@ -52,7 +47,6 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
 
 FEW = 16
-VERY_FEW = 4
 
 
 @rule("NS203", "few-effective-samples", kinds="D", needs=("effective_samples",), real_data=True)
@@ -62,27 +56,25 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         if site.reason:
             yield NotRun("NS203", site.reason, name)
         elif site.effective < FEW:
-            found.append(_finding(name, site, subject.inputs_dependent))
+            found.append(_finding(name, site))
     yield from fold(sorted(found, key=lambda f: float(f.evidence["effective_values"])))
 
 
-def _finding(name: str, site: EffectiveSamples, dependent: str) -> Finding:
+def _finding(name: str, site: EffectiveSamples) -> Finding:
     error = site.effective**-0.5
-    why = f" The samples are not independent: {dependent}." if dependent else ""
     return Finding(
         code="NS203",
         site=name,
-        severity="warning" if dependent or site.effective < VERY_FEW else "info",
+        severity="info",
         message=f"in training on batches like this one, statistics of {site.samples} x {site.elements} elements rest "
         f"on about {number(site.effective)} independent values, so a batch mean strays by {number(error)} standard "
-        f"deviations.{why}",
+        "deviations.",
         mode="train",
         evidence={
             "effective_values": site.effective,
             "effective_values_per_sample": site.per_sample,
             "elements": site.samples * site.elements,
             "samples": site.samples,
-            "distinct_samples": site.distinct,
             "error_of_mean_in_standard_deviations": error,
         },
         fix="train with larger or better mixed batches, synchronize statistics, or use a norm without the batch",
