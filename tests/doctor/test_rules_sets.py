@@ -322,6 +322,21 @@ def test_ns402_zero_over_zero() -> None:
     assert found.message.endswith("eps is 0, so their output is 0 / 0, not a number.")
 
 
+def test_ns402_copies_are_constant_over_the_batch_and_prove_nothing() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False))
+    report = normscope.check(model, torch.randn(1, 6).repeat(8, 1), select=["NS402"])
+    assert (report.findings, report.passed) == ((), ())
+    assert [(entry.site, entry.reason) for entry in report.not_run] == [
+        ("1", "cannot tell: the samples are not independent, only 1 of 8 samples are distinct (copies)")
+    ]
+    assert findings("NS402", model, torch.randn(8, 6)) == []
+
+
+def test_ns402_copies_do_not_excuse_a_set_that_is_constant_in_each_sample() -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(3))
+    assert only("NS402", model, torch.ones(8, 3, 4, 4)).severity == "warning"
+
+
 def test_ns402_is_silent_behind_gains_of_zero() -> None:
     norm = nn.GroupNorm(4, 8)
     model = nn.Sequential(relu_dead(2)[:2], norm)  # type: ignore[index]
