@@ -390,6 +390,22 @@ class TestCounterInconsistent:
         assert not found(trained(small(momentum=None)), "NS303")
         assert not found(small(), "NS303")
 
+    @pytest.mark.parametrize("momentum", [0.1, 0.01])
+    def test_the_idle_counter_of_an_instance_norm_says_nothing(self, momentum: float) -> None:
+        norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True, momentum=momentum)
+        model = trained(nn.Sequential(nn.Conv2d(3, 4, 3), norm))
+        assert norm.num_batches_tracked == 0, "PyTorch never counts here"
+        report = normscope.check(model, torch.randn(16, 3, 6, 6), select=["NS302", "NS303", "NS311"])
+        assert report.findings == ()
+
+    def test_an_instance_norm_that_was_never_updated_is_still_found(self) -> None:
+        model = trained(nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True)))
+        model[1].track_running_stats = True
+        model[1].register_buffer("running_mean", torch.zeros(4))
+        model[1].register_buffer("running_var", torch.ones(4))
+        (finding,) = found(model.eval(), "NS302")
+        assert (finding.severity, finding.evidence["updates"]) == ("error", None)
+
 
 class TestCheckpointAlone:
     """A site that is nothing but tensors, as a checkpoint without its code gives it."""

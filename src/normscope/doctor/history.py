@@ -10,9 +10,14 @@ if TYPE_CHECKING:
 
 
 def updates(site: Site) -> int | None:
-    """How often the running statistics were updated, by their own counter; None without one."""
-    counter = site.array("num_batches_tracked")
+    """How often the running statistics were updated, by their own counter; None without one that counts."""
+    counter = None if counter_is_idle(site) else site.array("num_batches_tracked")
     return None if counter is None or counter.size != 1 else int(counter.item())
+
+
+def counter_is_idle(site: Site) -> bool:
+    """PyTorch's instance norms have a counter and never touch it: statistics that keep the sample axis."""
+    return site.spec is not None and "b" in site.spec.stats.partition("->")[2].split()
 
 
 def statistics_at_start(site: Site) -> bool:

@@ -19,13 +19,15 @@ healthy, since there the batch normalizes; the same model in eval is far off.
 
 ## Known problems
 A counter that was not saved (ported checkpoints) makes a reset look like "never updated". Norms without gain
-and bias show no trace of training themselves; then the rest of the model decides.
+and bias show no trace of training themselves; then the rest of the model decides. The counter of an instance
+norm is never touched by PyTorch and counts as absent.
 
 ## Example
 ```python
 import torch, normscope
 
-model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4)).eval()  # trained in eval mode
+# trained in eval mode
+model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4)).eval()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.randn(16, 8)).square().sum().backward()
 optimizer.step()

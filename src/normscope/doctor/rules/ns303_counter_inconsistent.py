@@ -17,15 +17,22 @@ it warm, was it ever updated) are blind where it lies.
 
 ## Known problems
 Checkpoints ported from TensorFlow and old PyTorch checkpoints have a counter of 0 as a matter of course. With
-a momentum that is a number this does no harm.
+a momentum that is a number this does no harm. Instance norms have a counter that PyTorch never touches: silent.
 
 ## Example
 ```python
 import torch, normscope
 
 norm = torch.nn.BatchNorm2d(4, momentum=None)
-norm.load_state_dict({**norm.state_dict(), "running_mean": torch.randn(4), "running_var": torch.rand(4) + 0.5})
-report = normscope.check(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), norm))  # the counter is still 0
+norm.load_state_dict(
+    {
+        **norm.state_dict(),
+        "running_mean": torch.randn(4),
+        "running_var": torch.rand(4) + 0.5,
+    }
+)
+# the counter is still 0
+report = normscope.check(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), norm))
 print(report)
 ```
 
@@ -44,7 +51,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.history import statistics_at_start, updates
+from normscope.doctor.history import counter_is_idle, statistics_at_start, updates
 from normscope.doctor.report import Finding
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, number
@@ -61,7 +68,7 @@ LAST_COUNT = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "float64": 2
 def check(subject: Subject) -> Iterator[Finding]:
     diagnoses: dict[str, list[Finding]] = {}
     for site in subject.sites:
-        if site.has_running_state and site.mode_train != "frozen":
+        if site.has_running_state and site.mode_train != "frozen" and not counter_is_idle(site):
             for diagnosis, finding in _diagnose(site):
                 diagnoses.setdefault(diagnosis, []).append(finding)
     for findings in diagnoses.values():
