@@ -268,6 +268,18 @@ class TestDropoutBeforeBatchNorm:
         assert (finding.code, finding.severity) == ("NS601", "info")
         assert finding.evidence["measured_variance_ratio"] > 0.8
 
+    def test_a_shift_that_dropout_does_not_explain_is_info(self) -> None:
+        torch.manual_seed(0)
+        model = self.run(nn.Sequential(nn.Dropout(0.2), nn.BatchNorm1d(8)))
+        for scale, severity, said in ((1.0, "info", ""), (0.5, "info", "which dropout does not explain")):
+            report = normscope.check(model, scale * torch.randn(512, 8), select=["NS304", "NS601"])
+            (finding,) = (f for f in report.findings if f.code == "NS601")
+            assert finding.severity == severity
+            # without dropout the variance is 0.8 of the stored one, times scale^2; sqrt(2 / 511) = 6 % each
+            assert finding.evidence["measured_variance_ratio"] == pytest.approx(0.8 * scale**2, rel=0.25)
+            assert said in finding.message
+            assert " confirmed" not in finding.message.replace("not confirmed", "")
+
     def test_a_fresh_model_is_info(self) -> None:
         model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.BatchNorm1d(32))
         assert [f.severity for f in found(model, "NS601", torch.randn(16, 8))] == ["info"]

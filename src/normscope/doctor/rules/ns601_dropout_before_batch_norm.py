@@ -10,8 +10,10 @@ and variance R, the variance in eval is
 
 per channel. Behind a layer of weights it is about (1 - p) R where the layer's inputs are uncorrelated and
 centered. A batch of data decides: where NS304's measurement shows less variance than stored, beyond sampling
-error, it is a warning; where it does not, info. Without that measurement, a predicted change by a third or
-more directly before a trained norm is a warning, anything else info.
+error, and dropout explains it, it is a warning. That is where it lies at the prediction, within the sampling
+error of a variance (behind a layer of weights, between 1 and the prediction), and the prediction is at least half
+of the change. Otherwise something else changes the variance too, and this is info. Without that measurement, a
+predicted change by a third or more directly before a trained norm is a warning, anything else info.
 
 ## Why it matters
 In eval every such layer passes activations that are too small by sqrt(v / R), layer upon layer. Validation is
@@ -26,7 +28,12 @@ instance norm store nothing: silent.
 ```python
 import torch, normscope
 
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(16))
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 16),
+    torch.nn.ReLU(),
+    torch.nn.Dropout(0.5),
+    torch.nn.BatchNorm1d(16),
+)
 x = torch.randn(64, 8)
 for _ in range(100):
     model(x)
@@ -60,6 +67,8 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
 
 THIRD = 2 / 3
+CLOSE = math.log(1.25)
+"""a median over channels of predictions and one of measurements differ by so much even without sampling error"""
 
 
 @rule("NS601", "dropout-before-batch-norm", kinds="G", stateful=True, needs=("data",))
@@ -113,9 +122,15 @@ def _finding(subject: Subject, site: Site, rate: float, layer: str) -> Finding:
         ratio = math.exp(difference.log_var)
         evidence["measured_variance_ratio"] = ratio
         variance_alone = replace(difference, share_mean=0.0, shift=0.0)
-        severe = ratio < 1 and matters(variance_alone)[1] and not subject.inputs_dependent
-        doubt = "within sampling error" if difference.share_var <= SHARE else "not confirmed"
-        told = f"measured on this batch: {number(ratio)}, " + ("confirmed" if severe else doubt)
+        explained = _explains(predicted, ratio, measured.samples, bool(layer))
+        severe = explained and matters(variance_alone)[1] and not subject.inputs_dependent
+        if severe:
+            said = "confirmed"
+        elif difference.share_var <= SHARE:
+            said = "within sampling error"
+        else:
+            said = "not confirmed" if explained else "which dropout does not explain"
+        told = f"measured on this batch: {number(ratio)}, {said}"
     return Finding(
         code="NS601",
         site=site.name,
@@ -126,6 +141,16 @@ def _finding(subject: Subject, site: Site, rate: float, layer: str) -> Finding:
         fix="move dropout behind the last batch norm, or recompute the statistics with dropout off",
         mode="eval",
     )
+
+
+def _explains(predicted: float, ratio: float, samples: int, at_most: bool) -> bool:
+    """The measured variance ratio is the predicted one (with ``at_most``, up to it) within sampling error."""
+    if not (0 < predicted < 1 and 0 < ratio < 1):
+        return False
+    expected, seen = -math.log(predicted), -math.log(ratio)
+    error = max(CLOSE, 2 * math.sqrt(2 / (samples - 1)))  # of the log of a normal variance, twice
+    below = 0.0 if at_most else expected - error
+    return below <= seen <= min(expected + error, 2 * expected)
 
 
 def _predicted(site: Site, rate: float) -> float:
