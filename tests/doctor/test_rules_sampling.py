@@ -324,6 +324,63 @@ class TestCoupling:
             assert reasons(report, code) == ["a batch of 1 sample has no companions: pass at least 2 samples"]
 
 
+class Sticky(nn.Sequential):
+    """Its batch norms stay in eval, whatever train() is called."""
+
+    def train(self, mode: bool = True) -> Sticky:
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+class TestGapOfNormsThatTrainingDoesNotChange:
+    FROZEN = "frozen: training uses the stored statistics too, so there is no gap to measure"
+    NOW = (
+        "in eval in a model that is being trained: training uses the stored statistics too, so there is no gap to "
+        "measure"
+    )
+
+    @staticmethod
+    def network() -> nn.Sequential:
+        head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+        return settled(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *head))  # type: ignore[return-value]
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_frozen_is_neither_passed_nor_found(self, training: bool) -> None:
+        model = Sticky(*self.network()).train(training)
+        report = normscope.check(model, images(32, scale=20.0), select=["NS304", "NS311"])
+        assert report.findings == ()
+        assert reasons(report, "NS304") == [self.FROZEN]
+        assert "NS304" not in report.passed
+
+    def test_in_eval_now_in_training_is_neither_passed_nor_found(self) -> None:
+        model = self.network().train()
+        model[1].eval()
+        report = normscope.check(model, images(32, scale=20.0), select=["NS304", "NS311"])
+        assert report.findings == ()
+        assert reasons(report, "NS304") == [self.NOW]
+
+    def test_short_training_then_eval_in_a_training_model_is_not_warm_and_no_fault(self) -> None:
+        model = self.network().train()
+        model[1].reset_running_stats()
+        with torch.no_grad():
+            for _ in range(8):
+                model(images(32, scale=9.0))
+        x = images(64, scale=9.0)
+        assert [f.code for f in normscope.check(model, x, select=["NS311"]).findings] == ["NS311"]
+        model[1].eval()
+        assert normscope.check(model, x, select=["NS304", "NS311"]).findings == ()
+
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_a_model_in_eval_is_found_as_ever(self, wrapped: bool) -> None:
+        model = nn.Sequential(self.network(), nn.Softmax(1)) if wrapped else self.network()
+        report = normscope.check(model, images(32, scale=20.0), select=["NS304"])
+        assert [f.severity for f in report.findings] == ["error"]
+        assert reasons(report, "NS304") == []
+
+
 class TestEffectiveSamples:
     def check(self, model: nn.Module, x: torch.Tensor) -> list[Finding]:
         return findings(normscope.check(model, x, select=["NS203"]), "NS203")
@@ -341,12 +398,21 @@ class TestEffectiveSamples:
             "so a batch mean strays by 0.354 standard deviations."
         )
 
-    def test_copies_are_a_warning(self) -> None:
-        (found,) = self.check(settled(convolutional()), images(2).repeat(8, 1, 1, 1))
-        assert found.severity == "warning"
-        assert found.evidence["distinct_samples"] == 2
-        assert found.evidence["effective_values"] < 16
-        assert found.evidence["elements"] >= 16 * 100
+    def test_copies_cannot_tell(self) -> None:
+        x = images(2).repeat(8, 1, 1, 1)
+        report = normscope.check(settled(convolutional()), x, select=["NS203"])
+        assert (report.findings, report.passed) == ((), ())
+        assert reasons(report, "NS203") == [
+            "cannot tell: the samples are not independent, only 2 of 16 samples are distinct (copies)"
+        ]
+
+    @pytest.mark.parametrize("count", [2, 3])
+    def test_two_or_three_samples_cannot_tell(self, count: int) -> None:
+        report = normscope.check(settled(convolutional()), images(count), select=["NS203"])
+        assert (report.findings, report.passed) == ((), ())
+        assert reasons(report, "NS203") == [
+            f"cannot tell with {count} samples: pass a batch like those in training, 8 or more"
+        ]
 
     def test_norms_that_do_not_use_the_batch_are_not_asked(self) -> None:
         report = normscope.check(nn.Sequential(nn.LayerNorm(6)), torch.randn(4, 6), select=["NS203"])

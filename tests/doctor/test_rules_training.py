@@ -192,6 +192,16 @@ class TestFreezeNotSticky:
     def test_sticky_is_silent(self) -> None:
         assert not found(Net(sticky=True).train(), "NS306")
 
+    def test_a_wrapper_in_train_mode_around_a_model_in_eval_is_silent(self) -> None:
+        assert not found(nn.Sequential(Net().eval(), nn.Softmax(1)), "NS306")
+
+    @pytest.mark.parametrize(
+        "head", [nn.Linear(6, 2), nn.Dropout(0.5), nn.BatchNorm1d(6, affine=False)], ids=str
+    )
+    def test_a_head_in_training_on_a_model_in_eval_is_found(self, head: nn.Module) -> None:
+        (finding,) = found(nn.Sequential(Net().eval(), nn.Flatten(), head), "NS306")
+        assert finding.site == "0.block.1"
+
     def test_all_in_eval_is_silent_unless_a_policy_says_frozen(self) -> None:
         assert not found(Net().eval(), "NS306")
         assert not found(Net(sticky=True).eval(), "NS306", frozen_policy="statistics")

@@ -25,17 +25,21 @@ networks were found in 16 of 70 runs with 4 samples, 33 with 8 and 59 with 16; v
 63, 70 and 70. The same table (docs/false-alarms.md) has 2 false alarms in 456 innocent runs. Samples must be
 independent: copies and overlapping crops of one image are noticed and the finding becomes info, crops without
 overlap are not. A batch of one class, or sorted data, is not noticed and differs truly. Statistics that are still
-at their initial values are left to NS302.
+at their initial values are left to NS302. A norm that is frozen, or in eval in a model that is being trained, uses
+its stored statistics in training too: there is no gap, and recomputing them would do harm. It is listed as not run.
 
 ## Example
 ```python
 import torch, normscope
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()
+)
 for _ in range(100):
     model(torch.randn(32, 1, 8, 8))
-inputs = 255 * torch.rand(16, 1, 8, 8)  # trained on numbers around 0, deployed on raw pixels
+# trained on numbers around 0, deployed on raw pixels
+inputs = 255 * torch.rand(16, 1, 8, 8)
 report = normscope.check(model, inputs)
 print(report)
 ```
@@ -59,6 +63,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from normscope.doctor.handed_over import in_training, stored_in_training
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.significance import matters
@@ -75,9 +80,18 @@ GRAVE = 4.0
 
 @rule("NS304", "train-eval-gap", kinds="D", stateful=True, needs=("gap",), real_data=True)
 def check(subject: Subject) -> Iterator[Finding | NotRun]:
-    live = {
-        site.name for site in subject.known() if site.mode_train == "batch" and site.mode_eval == "running"
-    }
+    live = set()
+    training = in_training(subject)
+    for site in subject.known():
+        stored = stored_in_training(site, training)
+        if stored:
+            yield NotRun(
+                "NS304",
+                f"{stored}: training uses the stored statistics too, so there is no gap to measure",
+                site.name,
+            )
+        elif site.mode_train == "batch" and site.mode_eval == "running":
+            live.add(site.name)
     gaps: dict[str, SiteGap] = {n: g for n, g in subject.measured["gap"].items() if n in live}
     for name, gap in gaps.items():
         if gap.reason:

@@ -13,7 +13,8 @@ trace in its weights.
 
 ## Known problems
 A loop that freezes again after every `train()` is right, and cannot be seen from the model: ignore the rule
-there. A model that is in eval as a whole is silent, since there `train()` is meant to thaw it.
+there. A model that is in eval as a whole is silent, since there `train()` is meant to thaw it; so is one in
+eval inside a wrapper, where only modules without parameters, buffers or dropout are in train mode.
 
 ## Example
 ```python
@@ -47,6 +48,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from normscope.doctor.handed_over import in_training
 from normscope.doctor.report import Finding
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, number, percent
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 @rule("NS306", "freeze-not-sticky", kinds="S", stateful=True, needs=("freeze",))
 def check(subject: Subject) -> Iterator[Finding]:
     declared = subject.frozen_policy in ("statistics", "both")
-    if not (subject.model.training or declared):
+    if not (declared or in_training(subject)):
         return
     found = []
     for site in subject.sites:

@@ -22,14 +22,17 @@ about the weights.
 
 ## Known problems
 Where a stored variance is smaller than s, the average cannot have started at 1: the rule is silent. A cumulative
-average has no initial share. A handful of samples decide with noise; so does data that differs from that of
-training (see NS304).
+average has no initial share. A norm that is frozen, or in eval in a model that is being trained, has weights that
+were trained with these statistics: silent. A handful of samples decide with noise; so does data that differs from
+that of training (see NS304).
 
 ## Example
 ```python
 import torch, normscope
 
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8, momentum=0.01))
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8, momentum=0.01)
+)
 for _ in range(50):  # 60 % of the initial values are left
     model(5 * torch.randn(32, 8))
 report = normscope.check(model, 5 * torch.randn(32, 8))
@@ -52,6 +55,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from normscope.doctor.handed_over import in_training, stored_in_training
 from normscope.doctor.history import statistics_at_start, updates
 from normscope.doctor.report import Finding
 from normscope.doctor.rules import rule
@@ -71,10 +75,11 @@ SHOWN = 0.5
 @rule("NS311", "statistics-not-warm", kinds="SCD", stateful=True, uses=("gap",))
 def check(subject: Subject) -> Iterator[Finding]:
     gaps: dict[str, SiteGap] = {} if subject.inputs_dependent else subject.measured.get("gap", {})
+    training = in_training(subject)
     found = []
     for site in subject.known():
         gap = gaps.get(site.name)
-        if site.mode_eval == "running":
+        if site.mode_eval == "running" and not stored_in_training(site, training):
             found.append(_diagnose(site, gap.cold if gap is not None else None))
     yield from fold(finding for finding in found if finding is not None)
 
