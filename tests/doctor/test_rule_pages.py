@@ -40,5 +40,7 @@ def test_example_fires(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {"__name__": "example"}
     for block in blocks:
         exec(compile(block, code, "exec"), names)
+    wide = [line for block in blocks for line in block.splitlines() if len(line) > 88]
+    assert not wide, "examples are copied from `normscope rule`"
     assert reports, "the example calls normscope.check"
     assert code in {f.code for report in reports for f in report.findings}

@@ -21,7 +21,8 @@ Set sizes depend on the input's size: check with the smallest inputs you deploy 
 import torch, normscope
 
 pooled = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.AdaptiveAvgPool2d(1))
-model = torch.nn.Sequential(pooled, torch.nn.GroupNorm(16, 16))  # one channel at one place per group
+# one channel at one place per group
+model = torch.nn.Sequential(pooled, torch.nn.GroupNorm(16, 16))
 report = normscope.check(model, torch.randn(8, 3, 8, 8))
 print(report)
 ```

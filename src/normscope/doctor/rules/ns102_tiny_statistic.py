@@ -22,7 +22,8 @@ size: check with the smallest inputs you use.
 import torch, normscope
 
 pooled = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.AdaptiveAvgPool2d(1))
-model = torch.nn.Sequential(pooled, torch.nn.GroupNorm(8, 16))  # two channels at one place per group
+# two channels at one place per group
+model = torch.nn.Sequential(pooled, torch.nn.GroupNorm(8, 16))
 report = normscope.check(model, torch.randn(8, 3, 8, 8))
 print(report)
 ```

@@ -32,7 +32,8 @@ class Tokens(torch.nn.Module):
         self.embed = torch.nn.Conv1d(3, 16, 3, padding=1)
         self.norm = torch.nn.LayerNorm(16)
 
-    def forward(self, x):  # (B, 3, 16) -> (B, 16 features, 16 positions): the norm takes positions
+    def forward(self, x):
+        # (B, 3, 16) -> (B, 16 features, 16 positions): the norm takes positions
         return self.norm(self.embed(x))
 
 report = normscope.check(Tokens(), torch.randn(8, 3, 16))

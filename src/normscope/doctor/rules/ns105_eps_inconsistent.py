@@ -23,8 +23,11 @@ measures it.
 ```python
 import torch, normscope
 
-block = lambda eps: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8, eps=eps))
-model = torch.nn.Sequential(block(1e-6), block(1e-6), block(1e-5))  # the default slipped in
+block = lambda eps: torch.nn.Sequential(
+    torch.nn.Linear(8, 8), torch.nn.LayerNorm(8, eps=eps)
+)
+# the default slipped in
+model = torch.nn.Sequential(block(1e-6), block(1e-6), block(1e-5))
 report = normscope.check(model, torch.randn(8, 8))
 print(report)
 ```

@@ -19,7 +19,9 @@ samples, sample 0 keeps company with itself.
 ```python
 import torch, normscope
 
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU())
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU()
+)
 report = normscope.check(model, torch.randn(16, 8))
 print(report)
 ```

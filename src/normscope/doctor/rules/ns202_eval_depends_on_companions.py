@@ -26,7 +26,9 @@ specification is unknown are not watched.
 import torch, normscope
 
 model = torch.nn.Sequential(
-    torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16, track_running_stats=False), torch.nn.ReLU()
+    torch.nn.Linear(8, 16),
+    torch.nn.BatchNorm1d(16, track_running_stats=False),
+    torch.nn.ReLU(),
 )
 report = normscope.check(model, torch.randn(16, 8))
 print(report)

@@ -18,7 +18,8 @@ None known. The rule reads the numbers themselves and estimates nothing.
 import torch, normscope
 
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
-model(torch.full((8, 3, 8, 8), float("nan")))  # one bad batch in training mode is enough
+# one bad batch in training mode is enough
+model(torch.full((8, 3, 8, 8), float("nan")))
 report = normscope.check(model)
 print(report)
 ```

@@ -31,11 +31,9 @@ being used, not trained: one info.
 ```python
 import torch, normscope
 
-model = torch.nn.Sequential(
-    torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(288, 2)
-)
-for parameter in [*model[0].parameters(), *model[1].parameters()]:
-    parameter.requires_grad_(False)
+backbone = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+model = torch.nn.Sequential(backbone, torch.nn.Flatten(), torch.nn.Linear(288, 2))
+backbone.requires_grad_(False)
 report = normscope.check(model.train(), torch.randn(8, 3, 8, 8))
 print(report)
 ```

@@ -24,7 +24,9 @@ norm with a short count. Momentum 1 is right for a single recalibration batch.
 ```python
 import torch, normscope
 
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, momentum=0.99))
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, momentum=0.99)
+)
 report = normscope.check(model)
 print(report)
 ```

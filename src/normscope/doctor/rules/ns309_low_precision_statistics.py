@@ -26,7 +26,9 @@ inference lose nothing but the last bits, hence info.
 ```python
 import torch, normscope
 
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, momentum=0.01)).bfloat16()
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, momentum=0.01)
+).bfloat16()
 report = normscope.check(model.train())
 print(report)
 ```

@@ -23,7 +23,9 @@ Statistics in float16 underflow to 0 below 6e-8 and look dead.
 ```python
 import torch, normscope
 
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.BatchNorm2d(8, momentum=1.0))
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.BatchNorm2d(8, momentum=1.0)
+)
 with torch.no_grad():
     model[0].weight[2] = 0  # a dead filter
 model(torch.randn(16, 3, 8, 8))

@@ -24,7 +24,8 @@ says how much of it. Sparse channels (a few active pixels) have small variances 
 import torch, normscope
 
 model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.LayerNorm(16))
-report = normscope.check(model, 1e-3 * torch.randn(8, 16))  # variances near 3e-7, eps 1e-5
+# variances near 3e-7, eps 1e-5
+report = normscope.check(model, 1e-3 * torch.randn(8, 16))
 print(report)
 ```
 

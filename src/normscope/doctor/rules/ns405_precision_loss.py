@@ -23,7 +23,8 @@ import torch, normscope
 
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 1), torch.nn.GroupNorm(4, 16))
 torch.nn.init.constant_(model[0].bias, 50.0)
-x = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last)  # in the usual layout there is nothing to find
+# in the usual layout there is nothing to find
+x = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last)
 report = normscope.check(model, x)
 print(report)
 ```

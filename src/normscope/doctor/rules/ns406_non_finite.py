@@ -22,7 +22,9 @@ an eps that is not positive) is left to them. Norms whose specification is unkno
 ```python
 import torch, normscope
 
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(4, 8), torch.nn.ReLU())
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(4, 8), torch.nn.ReLU()
+)
 with torch.no_grad():
     model[0].weight[2, 0, 1, 1] = float("nan")  # one step with a NaN gradient is enough
 report = normscope.check(model, torch.randn(8, 3, 16, 16))
