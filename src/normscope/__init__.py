@@ -18,6 +18,7 @@ _HOME = {
     "families": "normscope.spec",
     "spec": "",
     "reference": "",
+    "verify": "",
     "spec_of": "normscope.reading",
     "RunningState": "normscope.spec",
     "check": "normscope.doctor.check",
@@ -28,6 +29,7 @@ _HOME = {
 if TYPE_CHECKING:
     from normscope import reference as reference
     from normscope import spec as spec
+    from normscope import verify as verify
     from normscope.doctor.check import check as check
     from normscope.doctor.report import Finding as Finding
     from normscope.doctor.report import Report as Report

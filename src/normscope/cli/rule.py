@@ -33,5 +33,7 @@ def command(
     rule = matches[0]
     kinds = ", ".join(KINDS[letter] for letter in rule.kinds)
     out.print(Text(f"{rule.code} {rule.name} ({kinds})", style="bold"))
-    out.print(Markdown(rule.page.split(": ", 1)[1]))
+    page = rule.page.split(": ", 1)[1]
+    # as it is where it goes on to a file or another program: examples are copied from it
+    out.print(Markdown(page) if out.is_terminal else Text(page), soft_wrap=not out.is_terminal)
     return 0

@@ -79,10 +79,12 @@ def module(value: Any) -> torch.nn.Module:
     """
     if not isinstance(value, torch.nn.Module):
         raise BadInput(f"model must be a torch.nn.Module, got {type(value).__name__}; pass the module itself")
-    if "_modules" not in vars(value):
+    try:
+        list(value.modules())
+    except AttributeError:
         raise BadInput(
             f"{type(value).__name__} was not initialized: its __init__ must call super().__init__() first"
-        )
+        ) from None
     if torch.get_default_device().type == "meta":
         raise BadInput(
             "the default device is meta, which computes nothing; leave `with torch.device('meta')` first"

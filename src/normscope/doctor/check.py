@@ -196,7 +196,11 @@ def _explained(
 
 
 def _notes(subject: Subject) -> list[str]:
-    notes = [why for why in subject.runs.values() if why.startswith(runs.RAISED)]
+    notes = []
+    if getattr(subject.model, "training", False) and subject.has_data:  # a frozen script has no modes
+        notes.append("the model was handed over in training mode; eval is what it is after model.eval()")
+    notes += [f"{name or 'the model'} was not measured: {why}" for name, why in subject.unmeasured.items()]
+    notes += [why for why in subject.runs.values() if why.startswith(runs.RAISED)]
     if subject.targets is not None and subject.loss_fn is None:
         notes.append("targets were given without a loss_fn, so they were not used")
     if subject.inputs_dependent:

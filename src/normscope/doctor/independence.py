@@ -96,6 +96,13 @@ def _groups(linked: torch.Tensor) -> int:
 
 
 def _near_copies(x: torch.Tensor) -> torch.Tensor:
+    """Pairs whose values correlate above NEAR_COPY, each feature standardized over all samples and places: one large
+    constant channel would make any two samples alike."""
+    features = (1,) if x.ndim > 3 else (1, x.ndim - 1)  # of (B, C, L) or (B, L, C), it is not known which
+    for axis in features:
+        others = [a for a in range(x.ndim) if a != axis]
+        x = x - x.mean(others, keepdim=True)
+        x = x / x.square().mean(others, keepdim=True).sqrt().clamp_min(1e-30)
     flat = x.flatten(1)
     flat = flat - flat.mean(1, keepdim=True)
     flat = flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-30)

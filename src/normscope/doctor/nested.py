@@ -43,9 +43,11 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+def _plain(t: torch.Tensor) -> bool:
+    return t.layout == torch.strided and not t.is_nested and not t.is_quantized
+
+
 def detached(output: Any) -> list[torch.Tensor]:
     """The dense tensors of a model's output, without their graph; complex ones as pairs of real numbers."""
-    dense = (
-        t.detach() for _, t in tensors(output, "output") if t.layout == torch.strided and not t.is_nested
-    )
+    dense = (t.detach() for _, t in tensors(output, "output") if _plain(t))
     return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]

@@ -99,6 +99,10 @@ def _run(run: str, subject: Subject, listeners: list[Probe], reasons: dict[str, 
     def tell(event: Event) -> None:
         if event.input.numel() == 0:  # an empty selection has no statistics
             return
+        obstacle = _unmeasurable(event.input)
+        if obstacle:
+            subject.unmeasured[event.site.name] = obstacle
+            return
         for probe in listeners:
             if probe.name not in reasons:
                 why = _guarded(probe.name, lambda p=probe: p.observe(event))  # type: ignore[misc]
@@ -120,6 +124,12 @@ def _run(run: str, subject: Subject, listeners: list[Probe], reasons: dict[str, 
         # The model ran in eval mode when its sites were found; that it cannot run otherwise is a result, not a crash.
         return f"{RAISED} the {run.replace('_', ' ')} run: {told(error)}"
     return ""
+
+
+def _unmeasurable(x: torch.Tensor) -> str:
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "it runs inside vmap or another function transform"
+    return "its input is a nested tensor" if x.is_nested else ""
 
 
 def _gradients(subject: Subject, output: Any, leaves: list[torch.Tensor]) -> str:

@@ -38,6 +38,8 @@ class Subject:
     """the inputs are random numbers, not data: nothing about the user's data may be concluded"""
     runs: dict[str, str] = field(default_factory=dict)
     """run name -> "" where it ran, else why not (see doctor/runs.py)"""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """site name -> why its calls could not be measured"""
     outputs: dict[str, Any] = field(default_factory=dict)
     """run name -> what the model returned in it, detached; dropped when the probes have finished"""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -89,7 +89,7 @@ def _batch_norm(
     stored = _has_stored(m)
     tensors = _tensors(m)
     spec = families.batch_norm(
-        eps=m.eps,
+        eps=_number(m.eps),
         momentum=_momentum(m, counts=m.num_batches_tracked is not None),
         weight="weight" in tensors,
         bias="bias" in tensors,
@@ -124,7 +124,7 @@ def _instance_norm(
     batched = input_ndim is None or input_ndim != unbatched
     rank = None if unbatched is None else unbatched + batched
     spec = families.instance_norm(
-        eps=m.eps,
+        eps=_number(m.eps),
         momentum=_momentum(m, counts=False),
         weight="weight" in tensors,
         bias="bias" in tensors,
@@ -147,7 +147,9 @@ def _layer_norm(m: nn.LayerNorm, input_ndim: int | None) -> Reading:
     axes = len(m.normalized_shape)
     _check_ndim(m, input_ndim, axes, None)
     tensors = _tensors(m)
-    spec = families.layer_norm(last_axes(axes), eps=m.eps, weight="weight" in tensors, bias="bias" in tensors)
+    spec = families.layer_norm(
+        last_axes(axes), eps=_number(m.eps), weight="weight" in tensors, bias="bias" in tensors
+    )
     return _reading(m, spec, tensors)
 
 
@@ -155,13 +157,17 @@ def _rms_norm(m: nn.RMSNorm, input_ndim: int | None) -> Reading:
     axes = len(m.normalized_shape)
     _check_ndim(m, input_ndim, axes, None)
     tensors = _tensors(m)
-    return _reading(m, families.rms_norm(last_axes(axes), eps=m.eps, weight="weight" in tensors), tensors)
+    return _reading(
+        m, families.rms_norm(last_axes(axes), eps=_number(m.eps), weight="weight" in tensors), tensors
+    )
 
 
 def _group_norm(m: nn.GroupNorm, input_ndim: int | None) -> Reading:
     _check_ndim(m, input_ndim, 2, None)
     tensors = _tensors(m)
-    spec = families.group_norm(m.num_groups, eps=m.eps, weight="weight" in tensors, bias="bias" in tensors)
+    spec = families.group_norm(
+        int(m.num_groups), eps=_number(m.eps), weight="weight" in tensors, bias="bias" in tensors
+    )
     return _reading(m, spec, tensors)
 
 
@@ -191,6 +197,11 @@ def _has_stored(m: Any) -> bool:
         )
         _refuse(m, f"has {there} but no {missing}, and its forward raises. Set both, or both to None")
     return m.running_mean is not None
+
+
+def _number(value: Any) -> float | None:
+    """Of Python, NumPy or a tensor of one element; torch takes them all."""
+    return None if value is None else float(value)
 
 
 def _momentum(m: Any, *, counts: bool) -> float | None:

@@ -65,6 +65,8 @@ def summary(report: Report) -> str:
     infos = sum(f.severity == "info" for f in report.findings)
     if infos:
         counts.append(f"{infos} for information")
+    if not counts and not report.passed:
+        return "nothing could be checked"
     return ", ".join(counts) if counts else "nothing found"
 
 
