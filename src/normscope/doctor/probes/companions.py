@@ -52,6 +52,8 @@ class Companions:
     output_eval: float | None
     """strength at the model's output; None where it has no sample axis"""
     output_batch: float | None
+    pairs: bool
+    """every output has a second axis as long as the batch: it may hold pairs of samples, which couple by design"""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class CompanionsProbe(Probe):
             self._couplings["batch"],
             _at_output(subject, "eval"),
             _at_output(subject, "batch"),
+            all(subject.batch_size in t.shape[1:] for t in subject.outputs.get("eval", ()) if t.ndim),
         )
 
     def _views_of(self, event: Event, *, spread: bool) -> dict[int, _View]:
@@ -157,10 +160,6 @@ def _at_output(subject: Subject, run: str) -> float | None:
     found = []
     for old, new in zip(before, after, strict=False):
         if old.ndim == 0 or old.shape[0] != subject.batch_size or old.shape != new.shape:
-            continue
-        if (
-            subject.batch_size in old.shape[1:]
-        ):  # similarities of pairs of samples depend on companions by design
             continue
         values = some(old, keep=1)
         out = change(values[0], some(new[0]), old.dtype)

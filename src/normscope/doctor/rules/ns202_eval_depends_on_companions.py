@@ -84,9 +84,10 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         yield Finding(
             code="NS202",
             site="",
-            severity="warning",
+            severity="info" if measured.pairs else "warning",
             message=f"in eval, other samples of the batch change the model's output by {number(output)} of its spread "
-            "over samples; no normalization that was found does it by itself.",
+            "over samples; no normalization that was found does it by itself"
+            f"{' (right where the output compares pairs of samples).' if measured.pairs else '.'}",
             mode="eval",
             evidence={"strength_at_output": output},
             fix="look for operations over the batch axis: means, softmax, attention, or a reshape that mixes samples",
