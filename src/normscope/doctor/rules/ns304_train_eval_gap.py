@@ -82,7 +82,7 @@ GRAVE = 4.0
 def check(subject: Subject) -> Iterator[Finding | NotRun]:
     live = set()
     training = in_training(subject)
-    for site in subject.known():
+    for site in subject.sites:
         stored = stored_in_training(site, training)
         if stored:
             yield NotRun(
@@ -90,6 +90,8 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
                 f"{stored}: training uses the stored statistics too, so there is no gap to measure",
                 site.name,
             )
+        elif site.spec is None and site.has_running_state:
+            yield NotRun("NS304", site.reason, site.name)
         elif site.mode_train == "batch" and site.mode_eval == "running":
             live.add(site.name)
     gaps: dict[str, SiteGap] = {n: g for n, g in subject.measured["gap"].items() if n in live}

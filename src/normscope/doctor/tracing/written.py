@@ -2,7 +2,8 @@
 
 A norm takes a second moment of x (a variance, a mean of squares, a 2-norm), its root, and divides by it something that
 is x up to centering, constant factors, casts and views. Softmax, attention, gates and losses lack one of the steps or
-divide something else. A norm in eval mode has its moments stored: it subtracts one and divides by the root of another.
+divide something else. A norm in eval mode has its moments stored: it subtracts one and divides by the root of another,
+or multiplies by one over the root and adds what is left of both.
 
 ==========  ===========================================================================
 label       what a value with it is, for one x
@@ -169,6 +170,14 @@ class WrittenNorms:
             return self._label(node, Label("square", self._origin(left), left, node))
         return self._scaled(node, left, right)
 
+    def _product_added(self, frame: Frame, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shift, x, factor = node.inputs[:3]
+        for value, by in ((x, factor), (factor, x)):
+            if self._whole(value) and not by.data and self._stored.kind(by) == "inverse":
+                self._stored.divided(node.outputs[0], value, by)
+                if self._shifts_stored(frame, node, node.outputs[0], shift):
+                    return
+
     def _divided(self, frame: Frame, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(node.inputs) == 1:
             # a number divided by a tensor has the tensor second
@@ -193,6 +202,8 @@ class WrittenNorms:
             label, second = self._labels.get(value), self._labels.get(other)
             if self._constant(value):
                 continue
+            if self._shifts_stored(frame, node, value, other):
+                return None
             if label is None:  # x less its mean, or plus a constant
                 kept = second is not None and second.kind == "mean" and second.x in self._sources(value)
             else:  # E[x^2] - E[x]^2
@@ -285,6 +296,19 @@ class WrittenNorms:
                 given = self._given(self._parents[value])
                 forward.hits.append(WrittenNorm(node, given, node.outputs[0], frame, stored=True))
                 return True
+        self._stored.divided(node.outputs[0], x, by)
+        return False
+
+    def _shifts_stored(self, frame: Frame, node: Node, product: Value, by: Value) -> bool:
+        """A hit where x over a root of something stored is shifted by something else over the same root."""
+        forward = self._open.get(frame)
+        if forward is None or by.data or self._stored.kind(by) is None:
+            return False
+        for value in self._same(product):
+            x = self._stored.shifts(value, by)
+            if x is not None:
+                forward.hits.append(WrittenNorm(node, self._given(x), node.outputs[0], frame, stored=True))
+                return True
         return False
 
     def _given(self, value: Value) -> Value:
@@ -327,4 +351,5 @@ _STEPS = {
     "div": WrittenNorms._divided,
     "add": WrittenNorms._shifted,
     "sub": WrittenNorms._shifted,
+    "addcmul": WrittenNorms._product_added,
 }
