@@ -23,17 +23,21 @@ __all__ = ["Evidence", "VerifyReport", "run", "run_layer"]
 def run() -> VerifyReport:
     """Check PyTorch's own normalization layers on this machine against the formulas, in float64.
 
-    Takes a second or two, and reads and writes no file.
+    Takes a second or two, and reads and writes no file. Gradients are recorded inside, also under ``torch.no_grad()``.
+
+    Raises BadInput under ``torch.device("meta")``.
 
     >>> report = run()
     >>> report.passed, len(report.evidence) > 30
     (True, True)
     """
     from normscope.verify import axes, batch, distribution, geometry, rms
+    from normscope.verify.surroundings import plain_torch
 
     topics = (geometry, batch, axes, rms, distribution)
-    evidence = (item for topic in topics for item in _collect(topic.TOPIC, topic.CHECKS))
-    return VerifyReport(tuple(evidence), "torch.nn on this machine", versions())
+    with plain_torch():
+        evidence = tuple(item for topic in topics for item in _collect(topic.TOPIC, topic.CHECKS))
+    return VerifyReport(evidence, "torch.nn on this machine", versions())
 
 
 def run_layer(
@@ -56,8 +60,9 @@ def run_layer(
         inputs: of the model, as for `normscope.check`: one forward finds the norms that are no modules of their own,
             so that the report can say that they were not verified.
 
-    Raises UnknownNormalization where there is no normalization in it that can be read, and BadInput where the declared
-    specification and the layer's tensors do not fit together.
+    Raises UnknownNormalization where there is no normalization in it that can be read and run (a layer that raises, or
+    holds NaN, infinity or a negative variance, is neither right nor wrong), and BadInput where the declared
+    specification and the layer's tensors do not fit together, or under ``torch.device("meta")``.
 
     >>> import torch
     >>> from normscope import NormSpec
@@ -68,12 +73,18 @@ def run_layer(
     """
     from normscope.errors import BadInput
     from normscope.verify import declared, layer
-    from normscope.verify.unverified import nothing_to_verify, unverified
+    from normscope.verify.obstacles import obstacle
+    from normscope.verify.surroundings import plain_torch
+    from normscope.verify.unverified import blocked, nothing_to_verify, unverified
 
     title = name or type(module).__name__
     if spec is not None:
-        declaration = declared.declare(module, spec, shape)
-        checked = tuple(_collect(title, layer.checks(module, title, declaration)))
+        with plain_torch():
+            declaration = declared.declare(module, spec, shape)
+            why = obstacle(module, declaration)
+            if why:
+                raise BadInput(f"{title} is {why}")
+            checked = tuple(_collect(title, layer.checks(module, title, declaration)))
         return VerifyReport(checked, title, versions(), by_norm=True)
     if shape is not None:
         raise BadInput("shape is that of a declared layer's input: pass spec= too, or inputs= of a model")
@@ -82,9 +93,14 @@ def run_layer(
     if not parts:
         raise nothing_to_verify(module, missed)
     evidence: list[Evidence] = []
-    for path, part in parts:
-        topic = path or title
-        evidence += _collect(topic, layer.checks(part, topic))
+    with plain_torch():
+        stuck = {path: why for path, part in parts if (why := obstacle(part))}
+        missed = blocked(module, stuck, missed)
+        if len(stuck) == len(parts):
+            raise nothing_to_verify(module, missed)
+        for path, part in parts:
+            if path not in stuck:
+                evidence += _collect(path or title, layer.checks(part, path or title))
     return VerifyReport(tuple(evidence), title, versions(), missed, by_norm=True)
 
 

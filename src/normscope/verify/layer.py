@@ -18,9 +18,10 @@ from normscope import reference
 from normscope.reading import UnknownNormalization, read
 from normscope.spec import NormSpec
 from normscope.verify.alternatives import alternatives
+from normscope.verify.bounds import state_bounds
 from normscope.verify.declared import Declaration
 from normscope.verify.evidence import Evidence
-from normscope.verify.float64 import ULP, gap, jacobian, normal, numpy
+from normscope.verify.float64 import ULP, Array, gap, jacobian, normal, numpy
 from normscope.verify.subject import Subject
 
 STEP = 1e-5
@@ -70,16 +71,15 @@ class Layer(Subject):
                 "mode": self.mode(train),
                 "elements a set": int(count.max()),
             }
-            rounding = self.rounding(expected)
-            if gap(y, expected) > rounding["tolerance"]:
+            compared = self.within(y, expected, self.magnitudes(x, train).forward(self.unit))
+            if not compared["measured"] <= compared["tolerance"]:
                 result["it would pass with"] = self._instead(self.layer, train)
             if x.numel() <= SMALL:
                 result |= {"mean": mean.tolist(), "v": v.tolist(), "output": y.tolist()}
             yield self.evidence(
                 f"in {_word(train)} it computes its specification, on small integers",
                 x.tolist() if x.numel() <= SMALL else f"i^2 modulo 7, shape {self.shape}",
-                measured=gap(y, expected),
-                **rounding,
+                **compared,
                 result=result,
             )
 
@@ -89,13 +89,12 @@ class Layer(Subject):
         layer, x = self.with_random_tensors(), self.x()
         for train in (True, False):
             y, expected = self.run(layer, x, train), self.expected(numpy(x), train, layer)
-            rounding = self.rounding(expected)
-            failed = gap(y, expected) > rounding["tolerance"]
+            compared = self.within(y, expected, self.magnitudes(x, train, layer).forward(self.unit))
+            failed = not compared["measured"] <= compared["tolerance"]
             yield self.evidence(
                 f"in {_word(train)} it does so with another gain, bias and state",
                 f"{self.input}; gain, bias and mean 0.5 + standard normal, variance 0.5 + its size, seeds 10 to 13",
-                measured=gap(y, expected),
-                **rounding,
+                **compared,
                 result={"it would pass with": self._instead(layer, train)} if failed else {},
             )
 
@@ -108,8 +107,7 @@ class Layer(Subject):
             yield self.evidence(
                 f"in {_word(train)} it does so on numbers so small that eps rules",
                 f"shape {self.shape}, {self._level():.3g} * standard normal, seed 5",
-                measured=gap(y, expected),
-                **self.rounding(expected),
+                **self.within(y, expected, self.magnitudes(x, train).forward(self.unit)),
             )
 
     def _integers(self) -> torch.Tensor:
@@ -124,12 +122,15 @@ class Layer(Subject):
     def _instead(self, layer: nn.Module, train: bool) -> str:
         """Which specifications near the declared one explain all that the layer gives."""
         inputs = (self._integers(), self.x(), self._around_eps() if self.eps > 0 else 1e-3 * self.x())
-        outputs = [(numpy(x), self.run(layer, x, train)) for x in inputs]
+        outputs = [(x, self.run(layer, x, train)) for x in inputs]
 
         def computes(spec: NormSpec) -> bool:
-            unit = torch.finfo(torch.float32).eps if spec.cast.compute == "float32" else ULP
-            expected = [(y, self.expected(x, train, layer, spec)) for x, y in outputs]
-            return all(gap(y, e) <= self.rounding(e, unit)["tolerance"] for y, e in expected)
+            unit = torch.finfo(torch.float32).eps if spec.cast.compute == "float32" else self.unit
+            return all(
+                bool(np.all(np.abs(y - self.expected(numpy(x), train, layer, spec)) <= bound.forward(unit)))
+                for x, y in outputs
+                for bound in (self.magnitudes(x, train, layer, spec),)
+            )
 
         return " or ".join(alternatives(self.spec, computes)) or "no specification near this one"
 
@@ -141,16 +142,29 @@ class Layer(Subject):
         )
         if dtype == torch.float64 or not tensors:
             dtype = torch.float32
-        x = self.x().to(dtype)
+        x, spec = self.x().to(dtype), self._in(dtype)
+        numbers = torch.finfo(dtype)
+        unit = max(numbers.eps, self.unit)
         for train in (True, False):
             layer = copy.deepcopy(self.original).to(dtype)
-            y, expected = self.run(layer, x, train), self.expected(numpy(x), train)
+            bound = self.magnitudes(x, train, spec=spec).forward(unit, numbers.tiny * numbers.eps)
+            y, expected = (  # what is beyond the largest number is as good as it
+                np.clip(values, numbers.min, numbers.max)
+                for values in (self.run(layer, x, train), self.expected(numpy(x), train, spec=spec))
+            )
             yield self.evidence(
                 f"in {_word(train)} on {_name(dtype)} it loses no more than rounding explains",
                 f"{self.input}, rounded to {_name(dtype)}",
-                measured=gap(y, expected),
-                **self.rounding(expected, torch.finfo(dtype).eps),
+                **self.within(y, expected, bound, unit),
             )
+
+    def _in(self, dtype: torch.dtype) -> NormSpec:
+        """The specification with the eps that it has on inputs of ``dtype``: None is an epsilon of some dtype."""
+        compute = self.spec.cast.compute
+        if self.spec.eps is not None:
+            return self.spec
+        own = dtype if compute == "input" else getattr(torch, compute or "float32")
+        return self.spec.replace(eps=torch.finfo(own).eps)
 
     def jacobian(self) -> Iterator[Evidence]:
         x = self.x()
@@ -162,8 +176,7 @@ class Layer(Subject):
             yield self.evidence(
                 f"in {_word(train)} its Jacobian is the closed formula, entry by entry",
                 self.input,
-                measured=gap(jacobian(layer, x), closed),
-                **self.rounding(closed),
+                **self.within(jacobian(layer, x), closed, self.magnitudes(x, train).jacobian(self.unit)),
             )
 
     def gradient(self) -> Iterator[Evidence]:
@@ -178,25 +191,29 @@ class Layer(Subject):
             closed, _, _ = reference.vjp(
                 numpy(cotangent), numpy(x), self.spec, *self.affine(), **self.by(train)
             )
-            scale = 1 + float(y.detach().abs().max())
+            sizes = self.magnitudes(x, train)
             yield self.evidence(
                 f"in {_word(train)} its gradient is the closed formula",
                 f"{self.input}, cotangent standard normal, seed 1",
-                measured=gap(automatic, closed),
-                **self.rounding(closed),
+                **self.within(
+                    numpy(automatic), closed, sizes.gradient(numpy(cotangent), self.unit), self.unit
+                ),
             )
             if self.unit > ULP:  # a difference of 1e-5 drowns in the rounding of its arithmetic
                 continue
-            ahead, behind = (self.run(self.layer, x + sign * STEP * move, train) for sign in (1, -1))
-            slope = float(np.sum(numpy(cotangent) * (ahead - behind))) / (2 * STEP)
+            step = STEP * min(1.0, 1 / float(sizes.rate.max()))
+            ahead, behind = (self.run(self.layer, x + sign * step * move, train) for sign in (1, -1))
+            slope = float(np.sum(numpy(cotangent) * (ahead - behind))) / (2 * step)
             exact = float((automatic * move).sum())
+            rounded = float(np.sum(np.abs(numpy(cotangent)) * sizes.forward()))
             yield self.evidence(
                 f"in {_word(train)} its gradient is what central differences say",
                 f"{self.input}, along a random unit direction, seed 2",
                 measured=abs(slope - exact),
-                tolerance=1e-8 * scale * float(cotangent.norm()),
-                because=f"step {STEP:g}: step^2 times a third derivative, and ulp / step, are below 1e-9 of the output",
-                result={"by differences": slope, "by autograd": exact, "step": STEP},
+                tolerance=2 * rounded / step + sizes.truncation(numpy(cotangent), numpy(move), step),
+                because=f"step {step:.3g}: rounding of y over the step, and step^2 / 6 times a bound on the third "
+                "derivative",
+                result={"by differences": slope, "by autograd": exact, "step": step},
             )
 
     def companions(self) -> Iterator[Evidence]:
@@ -210,16 +227,20 @@ class Layer(Subject):
         others = other.narrow(bound.sample_dim, 1, self.shape[bound.sample_dim] - 1)
         others.copy_(5 + 3 * normal(*others.shape, seed=3))
         for train in (True, False):
-            outputs = [self.run(layer, x, train).take(0, axis=bound.sample_dim) for x in (one, other)]
+            alone, beside, slack = (
+                values.take([0], axis=bound.sample_dim)
+                for values in (
+                    self.run(layer, one, train),
+                    self.run(layer, other, train),
+                    self._slack(layer, train, one, other),
+                )
+            )
             coupled = coupled_axes and self.mode(train) == "batch"
             told = "changes" if coupled else "stays"
-            rounding = self.rounding(outputs[0])
             yield self.evidence(
                 f"in {_word(train)} beside other companions a sample's output {told} (gain 1)",
                 f"{self.input}; then all samples but the first 5 + 3 * standard normal, seed 3",
-                measured=gap(*outputs),
-                **({"tolerance": 1e-3, "because": "a change that is no rounding"} if coupled else rounding),
-                at_least=coupled,
+                **(_shows(alone, beside, slack) if coupled else self.within(alone, beside, slack)),
             )
 
     def state(self) -> Iterator[Evidence]:
@@ -234,16 +255,26 @@ class Layer(Subject):
             assert after is not None
             moves = _word(train) in self.reading.updates
             expected = reference.update_running(stored, numpy(x), self.spec) if moves else stored
+            compared: dict[str, Any] = {
+                "measured": max(gap(after.mean, stored.mean), gap(after.var, stored.var)),
+                "tolerance": 0.0,
+                "because": "nothing is written",
+            }
+            if moves:
+                moved, wanted, slack = (
+                    np.concatenate([mean.ravel(), var.ravel()])
+                    for mean, var in (
+                        (after.mean, after.var),
+                        (expected.mean, expected.var),
+                        state_bounds(stored, numpy(x), self.bound.set_size, self.unit),
+                    )
+                )
+                compared = self.within(moved, wanted, slack)
             told = f"moves its state {_rule(self.spec)}" if moves else "leaves its state alone"
             yield self.evidence(
                 f"in {_word(train)} a forward {told}",
                 self.input,
-                measured=max(gap(after.mean, expected.mean), gap(after.var, expected.var)),
-                **(
-                    self.rounding(expected.var)
-                    if moves
-                    else {"tolerance": 0.0, "because": "nothing is written"}
-                ),
+                **compared,
                 result={
                     "mode": self.mode(train),
                     "counter before": stored.batches,
@@ -261,29 +292,25 @@ class Layer(Subject):
 
     def _affine_in_x(self, layer: nn.Module, train: bool) -> Evidence:
         one, other = self.x(), 5 + normal(*self.shape, seed=4)
-        between = self.run(layer, (one + other) / 2, train)
+        middle = (one + other) / 2
+        between = self.run(layer, middle, train)
         ends = (self.run(layer, one, train) + self.run(layer, other, train)) / 2
         return self.evidence(
             f"in {_word(train)} it is affine: f((x + z) / 2) = (f(x) + f(z)) / 2 (gain 1)",
             f"{self.input}; z is 5 + standard normal, seed 4",
-            measured=gap(between, ends),
-            **self.rounding(ends),
+            **self.within(between, ends, self._slack(layer, train, one, other, middle)),
         )
 
     def _own_statistics(self, layer: nn.Module, train: bool) -> Iterator[Evidence]:
         x = self.x()
         y = self.run(layer, x, train)
-        rounding = self.rounding(y)
         centers = self.spec.center
-        told = {"tolerance": 8 * rounding["tolerance"], "because": f"{rounding['because']}, at a level of 10"}
-        if not centers:
-            told = {"tolerance": 1e-3, "because": "a change that is no rounding", "at_least": True}
         if centers or self.bound.set_size > 1:
+            shifted, slack = self.run(layer, x + 8, train), self._slack(layer, train, x, x + 8)
             yield self.evidence(
                 f"in {_word(train)} a shift by 8 {'is removed' if centers else 'shows'} (gain 1)",
                 self.input,
-                measured=gap(self.run(layer, x + 8, train), y),
-                **told,
+                **(self.within(shifted, y, slack) if centers else _shows(shifted, y, slack)),
             )
         _, v, _ = reference.statistics(numpy(x), self.spec)
         least = float(v.min())
@@ -292,15 +319,15 @@ class Layer(Subject):
                 f"in {_word(train)} a scale of 1024 shows through eps alone (gain 1, bias 0)",
                 self.input,
                 measured=gap(self.run(layer, 1024 * x, train), y),
-                tolerance=abs(self._shrinks(least)) * float(np.abs(y).max()) + rounding["tolerance"],
-                because=f"the denominator is at most so much above the root of v, and {rounding['because']}",
+                tolerance=abs(self._shrinks(least)) * float(np.abs(y).max())
+                + float(self._slack(layer, train, x, 1024 * x).max()),
+                because="the denominator is at most so much above the root of v, and rounding of what the largest "
+                "bound is made of: (x - mean) / s and max|x| / s",
             )
         yield self.evidence(
             f"in {_word(train)} a scale of -1 flips the sign (gain 1, bias 0)",
             self.input,
-            measured=gap(self.run(layer, -x, train), -y),
-            tolerance=rounding["tolerance"],
-            because=rounding["because"],
+            **self.within(self.run(layer, -x, train), -y, self._slack(layer, train, x, -x)),
         )
         if centers and self.eps > 0:
             yield self.evidence(
@@ -310,6 +337,11 @@ class Layer(Subject):
                 tolerance=0.0,
                 because="sums of 2 are exact, so x - mean is exactly 0",
             )
+
+    def _slack(self, layer: nn.Module, train: bool, *inputs: torch.Tensor) -> Array:
+        """How far rounding may bring the outputs on some inputs apart."""
+        slack: Array = np.sum([self.magnitudes(x, train, layer).forward(self.unit) for x in inputs], axis=0)
+        return slack
 
     def _shrinks(self, v: float) -> float:
         """How much larger the denominator is than sqrt(v), relative to it: all that a larger scale can undo."""
@@ -321,6 +353,15 @@ class Layer(Subject):
             "max_variance": max(v, eps) ** 0.5,
         }
         return float(denominators[self.spec.eps_at] / root - 1)
+
+
+def _shows(one: Array, other: Array, slack: Array) -> dict[str, Any]:
+    return {
+        "measured": gap(one, other),
+        "tolerance": 1000 * float(slack.max()),
+        "because": "a thousand times what rounding explains",
+        "at_least": True,
+    }
 
 
 def _rule(spec: NormSpec) -> str:

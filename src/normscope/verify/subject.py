@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from normscope import reference
 from normscope.reading import Reading, read
 from normscope.spec import NormSpec, RunningState
+from normscope.verify.bounds import Magnitudes, magnitudes
 from normscope.verify.declared import Declaration
 from normscope.verify.evidence import Evidence
 from normscope.verify.float64 import ULP, Array, normal, numpy
@@ -81,13 +82,25 @@ class Subject:
     ) -> Array:
         return reference.forward(x, spec or self.spec, *self.affine(layer), **self.by(train, layer))
 
-    def rounding(self, values: Any, unit: float | None = None) -> dict[str, Any]:
-        unit = max(unit or ULP, self.unit)
-        largest = max(1.0, float(np.abs(values).max()))
-        n = self.bound.set_size
+    def magnitudes(
+        self, x: torch.Tensor, train: bool, layer: nn.Module | None = None, spec: NormSpec | None = None
+    ) -> Magnitudes:
+        by = self.by(train, layer)
+        return magnitudes(numpy(x), spec or self.spec, *self.affine(layer), **by)
+
+    def within(self, y: Array, expected: Array, bound: Array, unit: float | None = None) -> dict[str, Any]:
+        """The element that is furthest off, measured by the bound on it."""
+        off = np.abs(y - expected)
+        with np.errstate(all="ignore"):
+            worst = np.unravel_index(
+                int(np.argmax(off / bound)), off.shape
+            )  # the first NaN, where there is one
+        unit = unit or self.unit
         return {
-            "tolerance": (16 + n) * unit * largest,
-            "because": f"sums of {n} terms and 16 operations, a unit of {unit:.3g} each, times {largest:.3g}",
+            "measured": float(off[worst]),
+            "tolerance": float(bound[worst]),
+            "because": f"rounding by a unit of {unit:.3g}, in sums of {self.bound.set_size} terms or fewer and "
+            "16 operations, of what this element is made of: gain, bias, (x - mean) / s and max|x| / s",
         }
 
     def with_plain_gain(self) -> nn.Module:

@@ -48,6 +48,15 @@ def unverified(model: nn.Module, verified: set[str], inputs: Any = None) -> tupl
     return tuple(first[site] for site in sorted(first))
 
 
+def blocked(
+    model: nn.Module, reasons: dict[str, str], missed: tuple[Unverified, ...]
+) -> tuple[Unverified, ...]:
+    """``missed``, and the norms at the paths of ``reasons``, which can be read but not verified."""
+    named = ((path, qualified_name(type(model.get_submodule(path)))) for path in reasons)
+    items = [Unverified(path or name, name, reasons[path]) for path, name in named]
+    return tuple(sorted([*missed, *items], key=lambda item: item.site))
+
+
 def _paths(site: str) -> Iterator[str]:
     """The path of a site and of every module around it."""
     parts = site.partition(":")[0].split(".")
@@ -113,4 +122,10 @@ def nothing_to_verify(model: nn.Module, missed: tuple[Unverified, ...]) -> Unkno
         if alone or not missed:
             return UnknownNormalization(f"{error} {HOW}" if alone else str(error), invalid=error.invalid)
     named = "; ".join(f"{item.site} ({item.type_name}): {item.why}" for item in missed)
-    return UnknownNormalization(f"no norm of {qualified_name(type(model))} can be verified: {named}. {HOW}")
+    name = qualified_name(type(model))
+    if [item.site for item in missed] == [name]:
+        return UnknownNormalization(f"{name} is {missed[0].why}")
+    told = f"no norm of {name} can be verified: {named}"
+    if all(item.why.startswith("not verifiable") for item in missed):  # a declaration would not help
+        return UnknownNormalization(told)
+    return UnknownNormalization(f"{told}. {HOW}")
