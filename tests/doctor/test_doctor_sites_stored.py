@@ -149,6 +149,20 @@ def test_a_batch_norm_that_moves_its_buffers_in_place_is_a_site(training: bool) 
     assert not model[1].running_mean.any(), "the forward in train mode is undone"
 
 
+def test_without_data_modules_with_running_statistics_are_listed() -> None:
+    model = nn.Sequential(between(Switching()), nn.BatchNorm2d(4), Held(folded))
+    with Session(model) as session:
+        sites = find_sites(session)
+    assert [(site.name, site.kind, site.spec is None) for site in sites] == [
+        ("1", "module", False),
+        ("0.1", "hand-written", True),
+        ("2", "hand-written", True),
+    ]
+    model[0][1].running_var[0] = -1.0
+    report = normscope.check(model, select=["NS301"])
+    assert [(f.code, f.site) for f in report.findings] == [("NS301", "0.1")]
+
+
 def affine(h: Held, x: Tensor) -> Tensor:
     return x * wide(h.weight) + wide(h.bias)
 

@@ -29,12 +29,16 @@ if TYPE_CHECKING:
     from normscope.spec import NormSpec
 
 
+UNIDENTIFIED = "hand-written; not identified"
+
+
 def find_sites(
     session: Session, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None
 ) -> list[Site]:
     """Every place where the session's model normalizes, those that were called first, in order of their first call.
 
-    Without ``args`` and ``kwargs``, the normalization modules. With them, one forward in eval mode also finds
+    Without ``args`` and ``kwargs``, the normalization modules, and those that hold a running mean and variance although
+    it cannot be read what they do with them. With them, one forward in eval mode also finds
     functional calls, operators in scripted or traced modules and norms written by hand, and tells of each call its
     shape, dtype, memory format and neighbours. (A second forward, in train mode, runs only where running statistics
     are used outside of a known module: which mode takes them can be seen in no other way.)
@@ -55,6 +59,8 @@ def find_sites(
     sites = _module_sites(names, session)
     if args is not None or kwargs is not None:
         _follow(session, names, sites, args or (), kwargs or {})
+    else:
+        sites |= _unread_sites(names, sites)
     for site in sites.values():
         site._names = names
         site.expected_eps = expected_eps(site, names)
@@ -92,6 +98,20 @@ def _module_sites(names: ModuleNames, session: Session) -> dict[str, Site]:
             fused=key in fused,
         )
     return sites
+
+
+def _unread_sites(names: ModuleNames, sites: dict[str, Site]) -> dict[str, Site]:
+    """Modules with running statistics of their own that no reader knows; a forward would tell more of them."""
+    found = {}
+    for module in names.modules.values():
+        path = names.path(module) or ""
+        buffers = {name for name, _ in module.named_buffers(recurse=False)}
+        if path not in sites and {"running_mean", "running_var"} <= buffers:
+            found[path] = Site(
+                path, path, "hand-written", _type_name(module), module,
+                aliases=names.aliases(module), reason=UNIDENTIFIED, tensors=_state(module),
+            )  # fmt: skip
+    return found
 
 
 def _flags(session: Session, call: str) -> dict[str, bool]:
@@ -178,20 +198,28 @@ def _written_site(norm: WrittenNorm) -> Site:
         kind, name, type_name = "inlined", norm.frame.place("hand-written"), "hand-written"
     else:
         kind, name = "hand-written", norm.frame.path
-        type_name = str(getattr(module, "original_name", qualified_name(type(module))))
-    state = {} if not norm.own_module else {key: getattr(module, key, None) for key in STATE_NAMES}
+        type_name = _type_name(module)
     return Site(
         name=name,
         path=norm.frame.path,
         kind=kind,
         type_name=type_name,
         module=module if norm.own_module else None,
-        reason="hand-written; not identified",
+        reason=UNIDENTIFIED,
         mode_train="running" if norm.stored else "input",
         mode_eval="running" if norm.stored else "input",
         mode_now="running" if norm.stored else "input",
-        tensors={key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)},
+        tensors=_state(module) if norm.own_module else {},
     )
+
+
+def _type_name(module: torch.nn.Module) -> str:
+    return str(getattr(module, "original_name", qualified_name(type(module))))
+
+
+def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state = {key: getattr(module, key, None) for key in STATE_NAMES}
+    return {key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _modes_in_train(
