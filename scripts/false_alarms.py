@@ -333,7 +333,7 @@ def page(
         "the rule at or above warning anywhere in the network; findings of severity info are counted apart. The bound",
         "is the one-sided 95 % bound on the rate (Clopper and Pearson). Runs in which a rule said that it cannot tell",
         "(NS304 and NS205 with two samples) are not counted; NS205 is counted where one norm is called twice, NS203",
-        "from four samples on, since two samples are truly few.",
+        "from four samples on; with fewer it cannot tell either.",
         "",
         "All thresholds were set before these runs. One test had been changed shortly before, on another network: that",
         "of the variance in NS304 and NS205 was given its second number, the mean ratio, when 4 to 12 photographs",

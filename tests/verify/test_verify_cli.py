@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from normscope import verify
@@ -36,6 +37,24 @@ def test_failure_is_exit_code_1(monkeypatch):
     result = runner.invoke(app, ["verify"])
     assert result.exit_code == 1
     assert "1 of 1 FAILED" in result.output
+
+
+def test_a_layer_of_nan_is_exit_code_2_and_beside_others_named(tmp_path, monkeypatch):
+    (tmp_path / "spoilt.py").write_text(
+        "import torch\nfrom torch import nn\ntorch.set_grad_enabled(False)\nnorm = nn.LayerNorm(3)\n"
+        "norm.weight[0] = torch.nan\nmodel = nn.Sequential(nn.LayerNorm(3), norm)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        alone = runner.invoke(app, ["verify", "spoilt:norm"])
+        beside = runner.invoke(app, ["verify", "spoilt:model"])
+    finally:
+        torch.set_grad_enabled(True)
+    assert alone.exit_code == 2
+    assert "LayerNorm is not verifiable: because its weight holds NaN or infinity" in alone.output
+    assert beside.exit_code == 0, beside.output
+    assert "1 norm passed; 1 norm not verified: 1" in beside.output
 
 
 DECLARED = """

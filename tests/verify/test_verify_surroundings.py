@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import normscope
 from normscope import NormSpec, verify
 from normscope.errors import BadInput
 from normscope.reading import UnknownNormalization
@@ -80,6 +81,11 @@ BLOCKED = {
     "negative": (
         lambda: filled(nn.BatchNorm2d(3), running_var=-0.5),
         "its running_var goes down to -0.5, and no variance is negative. Retrain or reload it",
+    ),
+    "one element without eps": (
+        lambda: nn.LayerNorm(1, eps=0.0),
+        "in train its formula divides by 0, or leaves the numbers of float64: "
+        f"{normscope.spec_of(nn.LayerNorm(1, eps=0.0))}",
     ),
     "0 / 0": (
         lambda: filled(nn.BatchNorm2d(3, eps=0.0), running_var=0.0),

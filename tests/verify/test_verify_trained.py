@@ -68,6 +68,7 @@ NAMED = {
     "sets of three elements, one nearly constant": lambda: nn.GroupNorm(32, 32),
     "a thousand such sets": lambda: nn.GroupNorm(1024, 1024),
     "instance norm of a thousand channels": lambda: nn.InstanceNorm1d(1024, affine=True),
+    "0 / 0 of a zero without eps": lambda: nn.RMSNorm(1, eps=0.0),
     "two elements and a gain": lambda: filled(nn.LayerNorm(2), weight=10.0),
     "one element and next to no eps": lambda: nn.LayerNorm(1, eps=1e-12),
     "one element under a root mean square": lambda: filled(nn.RMSNorm(1), weight=-7.3),

@@ -5,10 +5,12 @@ Such a layer is neither right nor wrong. The text says what to mend.
 
 from __future__ import annotations
 
+import numpy as np
 from torch import nn
 
 from normscope.errors import told
 from normscope.verify.declared import Declaration
+from normscope.verify.float64 import numpy
 from normscope.verify.subject import Subject
 
 
@@ -40,9 +42,12 @@ def _reason(module: nn.Module, declaration: Declaration | None) -> str:
         return f"its running_var goes down to {least:.3g}, and no variance is negative. Retrain or reload it"
     if least == 0 and subject.eps == 0:
         return "its running_var is 0 somewhere and eps is 0, so that it divides by 0. Give it an eps above 0"
+    x = subject.x()
     for train, word in ((True, "train"), (False, "eval")):
         try:
-            subject.run(subject.layer, subject.x(), train)
+            subject.run(subject.layer, x, train)
         except Exception as error:  # of PyTorch, or of the user's own forward
             return f"in {word} on an input of shape {subject.shape} it raised {told(error)}"
+        if not np.isfinite(subject.expected(numpy(x), train)).all():
+            return f"in {word} its formula divides by 0, or leaves the numbers of float64: {subject.spec}"
     return ""

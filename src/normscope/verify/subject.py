@@ -89,12 +89,12 @@ class Subject:
         return magnitudes(numpy(x), spec or self.spec, *self.affine(layer), **by)
 
     def within(self, y: Array, expected: Array, bound: Array, unit: float | None = None) -> dict[str, Any]:
-        """The element that is furthest off, measured by the bound on it."""
-        off = np.abs(y - expected)
+        """The element that is furthest off, measured by the bound on it; 0 / 0 without eps is NaN on either side."""
         with np.errstate(all="ignore"):
-            worst = np.unravel_index(
-                int(np.argmax(off / bound)), off.shape
-            )  # the first NaN, where there is one
+            both = np.isnan(y) & np.isnan(expected)
+            off = np.where(both, 0.0, np.abs(y - expected))
+            share = np.where(both, -1.0, np.where(off == 0, 0.0, off / bound))
+        worst = np.unravel_index(int(np.argmax(share)), off.shape)  # the first NaN, where there is one
         unit = unit or self.unit
         return {
             "measured": float(off[worst]),
