@@ -86,6 +86,14 @@ def test_layers_at_the_edge_pass(name):
     passes(NAMED[name]())
 
 
+@pytest.mark.parametrize("seed", range(0, 63, 5))
+def test_a_part_in_a_thousand_million_is_seen_on_them(seed):
+    module = layer(seed)
+    module.register_forward_hook(lambda m, args, y: y * (1 + 1e-9))
+    claims = [item.claim for item in verify.run_layer(module).failed]
+    assert any("computes its specification" in claim for claim in claims)
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_at_the_edge_a_part_in_a_million_is_still_seen(name):
     module = NAMED[name]()
