@@ -281,7 +281,7 @@ def test_compiled_modules_run_eagerly_under_the_users_paths():
 
 
 def test_data_parallel_is_taken_off():
-    model, x = net(), torch.randn(4, 6)
+    model = net()
     with Session(nn.DataParallel(model)) as session:
         assert session.model is model
 
