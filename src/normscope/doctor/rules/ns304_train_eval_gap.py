@@ -26,9 +26,10 @@ networks were found in 15 of 80 runs with 4 samples, 32 with 8 and 50 with 16; v
 55, 68 and 80. The same table (docs/false-alarms.md) has 5 false alarms in 504 innocent runs, most of them on raw
 features with heavy tails, of which 16 samples are easily unlike the rest: pass more of such. Samples must be
 independent: copies and overlapping crops of one image are noticed and the finding becomes info, crops without
-overlap are not. A batch of one class, sorted data, or several rows of one user is not noticed and differs truly. Statistics that are still
-at their initial values are left to NS302. A norm that is frozen, or in eval in a model that is being trained, uses
-its stored statistics in training too: there is no gap, and recomputing them would do harm. It is listed as not run.
+overlap are not. A batch of one class, sorted data, or several rows of one user is not noticed and differs truly.
+Statistics that are still at their initial values are left to NS302. A norm that is frozen, or in eval in a model
+that is being trained, uses its stored statistics in training too: there is no gap, and recomputing them would do
+harm. It is listed as not run.
 
 ## Example
 ```python
