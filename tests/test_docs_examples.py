@@ -14,7 +14,9 @@ import normscope
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-MODULES = sorted(m.name for m in pkgutil.walk_packages(normscope.__path__, "normscope."))
+MODULES = sorted(
+    m.name for m in pkgutil.walk_packages(normscope.__path__, "normscope.") if not m.name.endswith("__main__")
+)
 
 
 def python_blocks(text: str) -> list[str]:

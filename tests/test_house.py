@@ -55,7 +55,7 @@ def room(path: Path) -> str:
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
-FILES = sorted(p for p in SRC.rglob("*.py") if room(p) != "__init__")
+FILES = sorted(p for p in SRC.rglob("*.py") if not room(p).startswith("__"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -388,6 +389,8 @@ def test_version_and_usage() -> None:
     assert run("--version").stdout.startswith("normscope 0.")
     assert run("check").returncode == 2
     assert run("chekc", "demo").returncode == 2
+    module = subprocess.run([sys.executable, "-m", "normscope", "--version"], capture_output=True, text=True)
+    assert module.stdout.startswith("normscope 0.")
 
 
 def test_html_is_written_only_where_named(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,5 @@
+"""``python -m normscope`` is the ``normscope`` command."""
+
+from normscope.cli import main
+
+main()
