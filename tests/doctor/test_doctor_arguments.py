@@ -43,7 +43,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"inputs": X.to("meta")}, "a meta tensor cannot be an input of a check: pass a dense one"),
     (
         {"inputs": "x"},
-        "no tensor among the inputs; pass a tensor, a tuple of them, or a dict of keyword arguments",
+        "no tensor among the inputs, which are str; pass a tensor, a tuple of them, or a dict of keyword arguments",
     ),
     ({"inputs": X[:0]}, "an empty batch: inputs has shape (0, 6); pass at least one sample"),
     (

@@ -49,8 +49,10 @@ def validate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if tensor.ndim:
             sizes.append(int(tensor.shape[0]))
     if not sizes:
+        came = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
         raise BadInput(
-            "no tensor among the inputs; pass a tensor, a tuple of them, or a dict of keyword arguments"
+            f"no tensor among the inputs, which are {came}; pass a tensor, a tuple of them, or a dict of keyword "
+            "arguments"
         )
     return sizes[0]
 
