@@ -43,7 +43,7 @@ class Place:
     """batch | running | frozen | input in this run"""
     received: Bad | None
     """in its input; None where that was finite, so that the site made them itself"""
-    made: Bad | None
+    made: Bad
     """in its output"""
 
 
@@ -75,9 +75,11 @@ class FiniteProbe(Probe):
         self._calls[event.run] += 1
         if event.site.name in places:
             return
-        received, made = bad(event.input, self._mask), bad(event.output, self._mask)
-        if received is not None or made is not None:
-            places[event.site.name] = Place(order, event.index, event.mode, received, made)
+        made = bad(event.output, self._mask)
+        if made is None:  # no norm takes NaN or infinity and gives finite numbers: the input need not be read
+            return
+        received = bad(event.input, self._mask)
+        places[event.site.name] = Place(order, event.index, event.mode, received, made)
 
     def finish(self, subject: Subject) -> dict[str, Finite]:
         return {
