@@ -26,7 +26,7 @@ from torch import nn
 import normscope
 from normscope.doctor.rules import all_rules
 
-CODES = ("NS202", "NS203", "NS205", "NS304", "NS401", "NS402", "NS403", "NS405")
+CODES = ("NS202", "NS203", "NS205", "NS304", "NS311", "NS401", "NS402", "NS403", "NS404", "NS405", "NS406")
 SIZES = (2, 4, 8, 16)
 Batch = tuple[torch.Tensor, ...]
 Draw = Callable[[int, np.random.Generator], Batch]
@@ -276,7 +276,7 @@ def count_innocent(
 
 
 def applies(code: str, case: Case, size: int) -> bool:
-    """Runs that could show a false alarm: a shared norm for NS205; two samples are truly few for NS203."""
+    """Runs that could show a false alarm: a shared norm for NS205, and for NS203 more than two samples."""
     return not (code == "NS205" and not case.siamese) and not (code == "NS203" and size == 2)
 
 

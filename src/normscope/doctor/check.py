@@ -132,8 +132,7 @@ def chosen(select: Sequence[str] | None, ignore: Sequence[str] | None) -> list[R
     return [
         rule
         for code, rule in rules.items()
-        if (select is None or not wanted or code.startswith(wanted))
-        and not (unwanted and code.startswith(unwanted))
+        if (not wanted or code.startswith(wanted)) and not (unwanted and code.startswith(unwanted))
     ]
 
 
