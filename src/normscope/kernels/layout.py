@@ -30,6 +30,7 @@ SCALES = {"std": 0, "rms": 1, "l2": 2}
 EPS_AT = {"variance": 0, "std": 1, "max": 2}
 SCALE_SHIFT, EPS_SHIFT, ROUND_FIRST, CORRECTION_SHIFT = 1, 3, 32, 8
 MOST_AXES = 12
+SHORT_PIECE = 32  # longer pieces are rows: a whole vector or two of one set
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,8 @@ class Run:
 
     size: int
     stride: int
+    out: int
+    """stride of the output"""
     kept: bool
     parameter: int
     """stride of the parameters along it, 0 where they do not live on it"""
@@ -191,10 +194,17 @@ class Run:
         return f"{'K' if self.kept else 'E'}{self.size}"
 
 
-def runs(spec: NormSpec, shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[Run, ...]:
+def runs(
+    spec: NormSpec,
+    shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    out: Sequence[int] | None = None,
+) -> tuple[Run, ...]:
     """The runs of a specification on a tensor, outermost in memory first; axes of size 1 vanish.
 
-    Arguments: ``strides`` in elements, of a contiguous tensor where not given.
+    Arguments: ``strides`` of the input in elements, of a contiguous tensor where not given; ``out``, those of the
+        output, by default the input's, or contiguous where the input repeats itself (a stride of 0). The output's
+        order counts.
 
     >>> from normscope.spec import families
     >>> [str(r) for r in runs(families.batch_norm(), (32, 64, 56, 56))]
@@ -205,6 +215,9 @@ def runs(spec: NormSpec, shape: Sequence[int], strides: Sequence[int] | None = N
     """
     bound = spec.bind(shape)
     strides = contiguous(shape) if strides is None else tuple(strides)
+    if out is None:
+        repeats = any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True))
+        out = contiguous(shape) if repeats else strides
     where = spec.weight if spec.weight is not None else spec.bias
     on = _expanded(
         [n for group in tokenize(where or "") for n in group], [(axis.name, axis.dim) for axis in bound.axes]
@@ -214,11 +227,13 @@ def runs(spec: NormSpec, shape: Sequence[int], strides: Sequence[int] | None = N
     parameter = 1
     for axis in reversed(bound.axes):
         lives = axis.name in on
-        stride = strides[axis.dim] * inner.get(axis.dim, 1)
-        found.append(Run(axis.size, stride, axis.kept, parameter if lives else 0))
+        within = inner.get(axis.dim, 1)
+        stride, put = strides[axis.dim] * within, out[axis.dim] * within
+        found.append(Run(axis.size, stride, put, axis.kept, parameter if lives else 0))
         inner[axis.dim] = inner.get(axis.dim, 1) * axis.size
         parameter *= axis.size if lives else 1
-    return merged(sorted(reversed([r for r in found if r.size != 1]), key=lambda r: -abs(r.stride)))
+    found.reverse()
+    return merged(sorted((r for r in found if r.size != 1), key=lambda r: -abs(r.out)))
 
 
 def merged(loops: Sequence[Run]) -> tuple[Run, ...]:
@@ -230,9 +245,10 @@ def merged(loops: Sequence[Run]) -> tuple[Run, ...]:
             last is not None
             and last.kept == run.kept
             and last.stride == run.size * run.stride
+            and last.out == run.size * run.out
             and last.parameter == run.size * run.parameter
         ):
-            done[-1] = Run(last.size * run.size, run.stride, run.kept, run.parameter)
+            done[-1] = Run(last.size * run.size, run.stride, run.out, run.kept, run.parameter)
         else:
             done.append(run)
     return tuple(done)
@@ -248,7 +264,7 @@ def kernel(loops: Sequence[Run]) -> str:
     if not loops:
         return "rows"
     last = loops[-1]
-    if last.stride != 1 or last.parameter not in (0, 1):
+    if last.stride != 1 or last.out != 1 or last.parameter not in (0, 1):
         return ""
     if last.kept:
         return "columns"
@@ -259,8 +275,8 @@ def _interleaved(loops: Sequence[Run]) -> bool:
     """``.. E K E``: short contiguous pieces of a set, next to those of other sets, repeated by an outer erased run."""
     if len(loops) < 3 or not loops[-2].kept or loops[-3].kept:
         return False
-    kept, piece = loops[-2], loops[-1]
-    return kept.stride == piece.size and kept.parameter == piece.size * piece.parameter
+    piece = loops[-1].size
+    return piece <= SHORT_PIECE and loops[-2].stride == loops[-2].out == piece
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
