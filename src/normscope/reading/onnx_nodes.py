@@ -11,9 +11,9 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from normscope.reading.axes import erase, last_axes
 from normscope.reading.base import Reader, Reading, UnknownNormalization
 from normscope.spec import Cast, NormSpec, families
+from normscope.spec.axes import erase, last_axes
 
 if TYPE_CHECKING:
     from onnx import NodeProto

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from normscope.reading.axes import erase, last_axes
 from normscope.reading.base import CallReading, Reader
 from normscope.spec import NormSpec, families
+from normscope.spec.axes import erase, last_axes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from normscope.reading.axes import last_axes
 from normscope.reading.base import Reader, Reading, UnknownNormalization, qualified_name
 from normscope.spec import families
+from normscope.spec.axes import last_axes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

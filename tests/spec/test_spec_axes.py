@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from normscope.reading.axes import erase, last_axes
 from normscope.spec import NormSpec
+from normscope.spec.axes import erase, last_axes
 
 
 @given(
