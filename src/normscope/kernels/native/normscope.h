@@ -12,6 +12,12 @@
 #pragma once
 #include <cstdint>
 
+// The libraries are compiled with hidden symbols: what is declared with this is all that others see of them.
+#define NS_EXPORT __attribute__((visibility("default")))
+
+// Grows by one with every change of what a call means or of how its structs lie in memory; library.py has the same number.
+#define NS_ABI 1
+
 extern "C" {
 
 enum NsWhat { NS_NORM = 0, NS_NORM_BACKWARD = 1, NS_FIXED = 2, NS_FIXED_BACKWARD = 3 };
@@ -46,6 +52,12 @@ struct NsCall {
   void *dx, *dweight, *dbias;   // null where not wanted; of x's and the parameters' dtype
 };
 
-int ns_run(const NsCall *call);
-const char *ns_isa(void);
+NS_EXPORT int ns_run(const NsCall *call);
+
+// What a library says about itself (about.cpp).
+NS_EXPORT int ns_abi(void);
+NS_EXPORT const char *ns_isa(void);
+NS_EXPORT const char *ns_compiler(void);
+NS_EXPORT const char *ns_pool(void);                // the file whose threads it runs on, "" where it found none
+NS_EXPORT int ns_struct_layout(int64_t *numbers);   // sizeof and the offsets of NsRecipe, then of NsCall; returns how many
 }
