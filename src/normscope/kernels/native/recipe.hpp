@@ -1,0 +1,88 @@
+// What a recipe says about one set and one parameter: the denominator, and (offset + weight) * gain.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "lower.hpp"
+#include "normscope.h"
+#include "vec.hpp"
+
+namespace ns {
+
+struct Recipe {
+  bool center, round_first;
+  int scale, eps_at;
+  double eps, gain, offset;
+  double n;        // elements of a set
+  double divisor;  // n - correction, n, or 1: what the sum of squares is divided by
+  double to_s2;    // r^2 * to_s2 = what stands under the root
+
+  Recipe(const NsRecipe &c, const Problem &p)
+      : center(c.options & 1),
+        round_first(c.options & 32),
+        scale(int(c.options >> 1) & 3),
+        eps_at(int(c.options >> 3) & 3),
+        eps(c.eps),
+        gain(c.gain),
+        offset(c.offset),
+        n(double(p.set_size)) {
+    divisor = scale == NS_L2 ? 1 : scale == NS_STD ? n - double((c.options >> 8) & 255) : n;
+    to_s2 = scale == NS_L2 ? 1 : n / divisor;
+  }
+
+  // The stored root r of a sum of squares.
+  double root(double squares) const { return std::sqrt(scale == NS_L2 ? squares : squares / n); }
+
+  // 1 / D for a set with root r.
+  double inverse(double r) const {
+    const double s2 = r * r * to_s2;
+    if (eps_at == NS_VARIANCE) return 1 / std::sqrt(s2 + eps);
+    const double s = std::sqrt(s2);
+    return 1 / (eps_at == NS_DEVIATION ? s + eps : s < eps ? eps : s);  // a NaN stays one
+  }
+
+  // q of the backward formula: how much D moves with the deviation, 1 where eps stands inside the root.
+  double motion(double r) const {
+    if (eps_at == NS_VARIANCE) return 1;
+    const double s = std::sqrt(r * r * to_s2);
+    if (eps_at == NS_DEVIATION) return s == 0 ? 0 : (s + eps) / s;
+    return s < eps ? 0 : 1;
+  }
+
+  // 1 / D for a stored variance.
+  double inverse_of_variance(double v) const {
+    if (eps_at == NS_VARIANCE) return 1 / std::sqrt(v + eps);
+    const double s = std::sqrt(v);
+    return 1 / (eps_at == NS_DEVIATION ? s + eps : s < eps ? eps : s);
+  }
+};
+
+// One value of an array of any dtype.
+NS_INLINE double value_at(const void *p, int dtype, int64_t i) {
+  switch (dtype) {
+    case NS_FLOAT32: return ((const float *)p)[i];
+    case NS_BFLOAT16: return widen(((const BFloat16 *)p)[i]);
+    case NS_FLOAT16: return widen(((const Float16 *)p)[i]);
+    default: return ((const double *)p)[i];
+  }
+}
+NS_INLINE void put_at(void *p, int dtype, int64_t i, double v) {
+  switch (dtype) {
+    case NS_FLOAT32: ((float *)p)[i] = float(v); return;
+    case NS_BFLOAT16: ((BFloat16 *)p)[i] = narrow_bf16(float(v)); return;
+    case NS_FLOAT16: ((Float16 *)p)[i] = narrow_f16(float(v)); return;
+    default: ((double *)p)[i] = v;
+  }
+}
+
+// (offset + weight) * gain, in compute values; gain alone where there is no weight.
+template <class C>
+NS_INLINE C factor_at(const NsCall &c, const Recipe &r, int64_t i) {
+  return c.weight ? C((r.offset + value_at(c.weight, c.weight_dtype, i)) * r.gain) : C(r.gain);
+}
+template <class C>
+NS_INLINE C bias_at(const NsCall &c, int64_t i) {
+  return c.bias ? C(value_at(c.bias, c.weight_dtype, i)) : C(0);
+}
+
+}  // namespace ns
