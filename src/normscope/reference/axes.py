@@ -151,5 +151,5 @@ def _boundaries(size: int, known: int, *, by_number: bool, balanced: bool) -> La
     """First index of each virtual batch of a ragged axis; 33 by 32 is 32 + 1 (short) or 17 + 16 (balanced)."""
     number = min(known, size) if by_number else -(-size // known)
     if balanced:
-        return np.array([(i * size + number - 1) // number for i in range(number)], dtype=np.int64)
+        return np.array([i * (size // number) + min(i, size % number) for i in range(number)], dtype=np.int64)
     return np.arange(0, size, -(-size // number) if by_number else known, dtype=np.int64)

@@ -1,0 +1,171 @@
+"""One input seen along the elementary axes of its specification.
+
+A factored axis is split, so that a statistic is a reduction over whole axes. Virtual batches of different sizes are
+filled up to the largest with elements that a mask leaves out, so that they too are one reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import nan, prod
+
+import torch
+from torch import Tensor
+
+from normscope.errors import BadInput
+from normscope.spec import NormSpec
+from normscope.spec.pattern import ELLIPSIS, Axis, tokenize
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype of sums: float64 where the device has it."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def compute_dtype(spec: NormSpec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic: half types in float32, others in their own, unless ``spec.cast`` says else."""
+    if spec.cast.compute is None:
+        return torch.float32 if dtype in HALF else dtype
+    if spec.cast.compute == "input":
+        return dtype
+    found: torch.dtype = getattr(torch, spec.cast.compute)
+    return found
+
+
+@dataclass(frozen=True)
+class Elementary:
+    """An input reshaped to elementary axes, in the dtype of the arithmetic."""
+
+    spec: NormSpec
+    axes: tuple[Axis, ...]
+    x: Tensor
+    """0 where the mask is False, so that nothing under it can leak, neither forward nor backward"""
+    mask: Tensor | None
+    shape: tuple[int, ...]
+    """of the input"""
+    dtype: torch.dtype
+    """of the input"""
+    filled: tuple[int, Tensor] | None
+    """where virtual batches were filled up: the sample axis, and the places of the true samples on it"""
+
+    @staticmethod
+    def of(x: Tensor, spec: NormSpec, mask: Tensor | None) -> Elementary:
+        """Raises BadInput where x is no floating point tensor or the mask does not fit."""
+        if not x.is_floating_point():
+            raise BadInput(
+                f"a normalization takes floating point inputs; got {x.dtype}. Convert with x.float()"
+            )
+        shape, bound = tuple(x.shape), spec.bind(x.shape)
+        if mask is not None:
+            mask = _mask(mask, shape)
+        value = x.to(compute_dtype(spec, x.dtype))
+        filled = None
+        if bound.ragged:
+            assert bound.sample_dim is not None  # a remainder has a sample axis
+            value, mask, filled = _fill(value, mask, bound.sample_dim, bound.segments)
+        value = value.reshape(bound.shape)
+        if mask is not None:
+            mask = mask.reshape(bound.shape)
+            value = value.masked_fill(~mask, 0.0)
+        return Elementary(spec, bound.axes, value, mask, shape, x.dtype, filled)
+
+    @property
+    def eps(self) -> float:
+        """As a number; None is the gap between 1 and the next number of the dtype of the arithmetic."""
+        return torch.finfo(self.x.dtype).eps if self.spec.eps is None else float(self.spec.eps)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sums over statistic sets, erased axes kept with size 1."""
+        erased = [i for i, axis in enumerate(self.axes) if not axis.kept]
+        dtype = wide(self.x)
+        return values.sum(erased, keepdim=True, dtype=dtype) if erased else values.to(dtype)
+
+    def only(self, values: Tensor) -> Tensor:
+        """0 where the mask is False."""
+        return values if self.mask is None else values.masked_fill(~self.mask, 0.0)
+
+    def close(self, values: Tensor) -> Tensor:
+        """Back to the shape and dtype of the input."""
+        if self.filled is None:
+            return values.reshape(self.shape).to(self.dtype)
+        dim, places = self.filled
+        whole = [size if i != dim else -1 for i, size in enumerate(self.shape)]
+        return values.reshape(whole).index_select(dim, places).to(self.dtype)
+
+
+def divisor(count: int | Tensor, correction: float) -> float | Tensor:
+    """n - correction; 1 where n is 0, NaN where n is else not above the correction.
+
+    >>> divisor(5, 1), divisor(0, 1), divisor(1, 1)
+    (4, 1.0, nan)
+    """
+    left = count - correction
+    if isinstance(left, Tensor):
+        return torch.where(left > 0, left, nan).masked_fill(torch.as_tensor(count == 0), 1.0)
+    return left if left > 0 else (1.0 if count == 0 else nan)
+
+
+def _mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if mask.dtype != torch.bool:
+        raise BadInput(
+            f"a mask is boolean, True where an element counts; got {mask.dtype}. Compare first: lengths > position"
+        )
+    fits = mask.ndim <= len(shape) and all(
+        have in (1, want) for have, want in zip(mask.shape[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise BadInput(
+            f"a mask broadcasts to the input's shape {shape}; got {tuple(mask.shape)}. Add axes of size 1 on the right"
+        )
+    return mask.expand(shape)
+
+
+def _fill(
+    x: Tensor, mask: Tensor | None, dim: int, segments: Sequence[int]
+) -> tuple[Tensor, Tensor, tuple[int, Tensor]]:
+    """Fill every virtual batch up to the largest, by repeating its last sample under a False mask."""
+    largest = max(segments)
+    source, true, places, start = [], [], [], 0
+    for number, size in enumerate(segments):
+        source += [start + min(i, size - 1) for i in range(largest)]
+        true += [i < size for i in range(largest)]
+        places += [number * largest + i for i in range(size)]
+        start += size
+    index = torch.tensor(source, device=x.device)
+    whole = x.index_select(dim, index)
+    counts = torch.tensor(true, device=x.device).reshape([-1 if i == dim else 1 for i in range(x.ndim)])
+    valid = counts.expand(whole.shape) if mask is None else counts & mask.index_select(dim, index)
+    return whole, valid, (dim, torch.tensor(places, device=x.device))
+
+
+def names_of(where: str, axes: Sequence[Axis]) -> list[str]:
+    """The elementary axes that ``where`` names, in its order: ``"(g c) ..."`` gives ``["g", "c", "...0", "...1"]``."""
+    dots = [axis.name for axis in axes if axis.name.startswith(ELLIPSIS)]
+    names: list[str] = []
+    for group in tokenize(where):
+        names += dots if group == (ELLIPSIS,) else list(group)
+    return names
+
+
+def shape_on(where: str, axes: Sequence[Axis]) -> tuple[int, ...]:
+    """Shape of a tensor on the axes that ``where`` names: ``"(g c)"`` gives ``(G * C,)``."""
+    sizes = {axis.name: axis.size for axis in axes}
+    shape: list[int] = []
+    for group in tokenize(where):
+        if group == (ELLIPSIS,):
+            shape += [axis.size for axis in axes if axis.name.startswith(ELLIPSIS)]
+        else:
+            shape.append(prod(sizes[name] for name in group))
+    return tuple(shape)
+
+
+def place(value: Tensor, where: str, axes: Sequence[Axis]) -> Tensor:
+    """A tensor on the axes that ``where`` names, viewed so that it broadcasts along the elementary axes."""
+    names = names_of(where, axes)
+    position = {axis.name: i for i, axis in enumerate(axes)}
+    order = sorted(range(len(names)), key=lambda i: position[names[i]])
+    split = value.reshape([axes[position[name]].size for name in names])
+    return split.permute(order).reshape([axis.size if axis.name in names else 1 for axis in axes])
