@@ -82,5 +82,8 @@ class Reader:
 
 def qualified_name(cls: type) -> str:
     """Name of a class for people: ``torch.nn.BatchNorm2d``, not ``torch.nn.modules.batchnorm.BatchNorm2d``."""
-    home = "torch.nn" if cls.__module__.startswith("torch.nn.modules.") else cls.__module__
+    homes = {"torch.nn.modules.": "torch.nn", "normscope.nn.": "normscope.nn"}
+    home = next(
+        (public for inside, public in homes.items() if cls.__module__.startswith(inside)), cls.__module__
+    )
     return f"{home}.{cls.__qualname__}"

@@ -36,9 +36,20 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
             "statistic sets and is outside the family. Leave it out, or treat it as an activation",
         )
     target = getattr(type(obj), "cls_to_become", None) or type(obj)  # what a lazy module turns into
-    home = next((cls for cls in target.__mro__ if cls in _kinds()), None)
+    home = next((cls for cls in target.__mro__ if cls in kinds()), None)
     if home is None:
         return None
+    refuse_overrides(obj, home)
+    if isinstance(obj, nn.modules.lazy.LazyModuleMixin) and obj.has_uninitialized_params():
+        _refuse(
+            obj,
+            "has not seen an input yet, so its parameters do not exist. Run one forward on a real batch first",
+        )
+    return kinds()[home](obj, input_ndim)
+
+
+def refuse_overrides(obj: Any, home: type) -> None:
+    """Raise UnknownNormalization where ``obj`` computes by methods of its own, not by those of ``home``."""
     overridden = [
         name for name in COMPUTES if getattr(type(obj), name, None) is not getattr(home, name, None)
     ]
@@ -50,15 +61,9 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
             f"inherits from {qualified_name(home)} but overrides {overridden[0]}, so it may compute something else. "
             f"normscope.check finds what it calls inside; or say what it computes with normscope.NormSpec(...)",
         )
-    if isinstance(obj, nn.modules.lazy.LazyModuleMixin) and obj.has_uninitialized_params():
-        _refuse(
-            obj,
-            "has not seen an input yet, so its parameters do not exist. Run one forward on a real batch first",
-        )
-    return _kinds()[home](obj, input_ndim)
 
 
-def _kinds() -> dict[type, Callable[[Any, int | None], Reading]]:
+def kinds() -> dict[type, Callable[[Any, int | None], Reading]]:
     from torch import nn
 
     base, instance = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
@@ -85,9 +90,9 @@ def _batch_norm(
     that flag only decides whether training writes to them."""
     from torch import nn
 
-    _check_ndim(m, input_ndim, low, high)
+    check_ndim(m, input_ndim, low, high)
     stored = _has_stored(m)
-    tensors = _tensors(m)
+    tensors = tensors_of(m)
     spec = families.batch_norm(
         eps=_number(m.eps),
         momentum=_momentum(m, counts=m.num_batches_tracked is not None),
@@ -113,14 +118,14 @@ def _instance_norm(
     """Eval normalizes by the buffers only where ``track_running_stats`` is set. Where it is not, buffers that exist
     are still handed over and still move, in eval too."""
     if unbatched is not None:
-        _check_ndim(m, input_ndim, unbatched, unbatched + 1)
+        check_ndim(m, input_ndim, unbatched, unbatched + 1)
     stored = _has_stored(m)
     if m.track_running_stats and not stored:
         _refuse(
             m,
             "has track_running_stats=True but no running_mean, and raises in eval mode. Set the flag to False",
         )
-    tensors = _tensors(m)
+    tensors = tensors_of(m)
     batched = input_ndim is None or input_ndim != unbatched
     rank = None if unbatched is None else unbatched + batched
     spec = families.instance_norm(
@@ -145,8 +150,8 @@ def _instance_norm(
 
 def _layer_norm(m: nn.LayerNorm, input_ndim: int | None) -> Reading:
     axes = len(m.normalized_shape)
-    _check_ndim(m, input_ndim, axes, None)
-    tensors = _tensors(m)
+    check_ndim(m, input_ndim, axes, None)
+    tensors = tensors_of(m)
     spec = families.layer_norm(
         last_axes(axes), eps=_number(m.eps), weight="weight" in tensors, bias="bias" in tensors
     )
@@ -155,16 +160,16 @@ def _layer_norm(m: nn.LayerNorm, input_ndim: int | None) -> Reading:
 
 def _rms_norm(m: nn.RMSNorm, input_ndim: int | None) -> Reading:
     axes = len(m.normalized_shape)
-    _check_ndim(m, input_ndim, axes, None)
-    tensors = _tensors(m)
+    check_ndim(m, input_ndim, axes, None)
+    tensors = tensors_of(m)
     return _reading(
         m, families.rms_norm(last_axes(axes), eps=_number(m.eps), weight="weight" in tensors), tensors
     )
 
 
 def _group_norm(m: nn.GroupNorm, input_ndim: int | None) -> Reading:
-    _check_ndim(m, input_ndim, 2, None)
-    tensors = _tensors(m)
+    check_ndim(m, input_ndim, 2, None)
+    tensors = tensors_of(m)
     spec = families.group_norm(
         int(m.num_groups), eps=_number(m.eps), weight="weight" in tensors, bias="bias" in tensors
     )
@@ -185,7 +190,7 @@ def _reading(
     return Reading(spec, qualified_name(type(m)), tensors, now, train, eval_, updates, synchronized)
 
 
-def _tensors(m: nn.Module) -> dict[str, Tensor]:
+def tensors_of(m: nn.Module) -> dict[str, Tensor]:
     found = {name: getattr(m, name, None) for name in STATE}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -211,7 +216,7 @@ def _momentum(m: Any, *, counts: bool) -> float | None:
     return float(m.momentum)
 
 
-def _check_ndim(m: nn.Module, input_ndim: int | None, low: int, high: int | None) -> None:
+def check_ndim(m: nn.Module, input_ndim: int | None, low: int, high: int | None) -> None:
     if input_ndim is None or (input_ndim >= low and (high is None or input_ndim <= high)):
         return
     wanted = f"at least {low}" if high is None else str(low) if high == low else f"{low} or {high}"

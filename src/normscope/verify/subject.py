@@ -158,13 +158,13 @@ def example_shape(module: nn.Module) -> tuple[int, ...]:
 def _features(module: nn.Module) -> tuple[int, ...]:
     for name in ("weight", "running_mean"):
         value = getattr(module, name, None)
-        if value is not None:
+        if value is not None and value.dim():  # one scalar says nothing about the input
             return tuple(value.shape)
     shape: Any = getattr(module, "normalized_shape", None)
     if shape is not None:
         return tuple(shape)
-    count: Any = getattr(module, "num_channels", None) or getattr(module, "num_features", 0)
-    return (int(count) or 3,)
+    counts = (getattr(module, name, None) for name in ("num_channels", "num_features", "features"))
+    return (next((int(count) for count in counts if isinstance(count, int) and count), 3),)
 
 
 class _Constant(nn.Module):

@@ -1,0 +1,63 @@
+"""Normalization layers: each family one file, with its formula; drop-in for torch.nn where torch has the layer.
+
+What torch.nn has keeps its constructor arguments, state dict, ``repr``, errors and class (each layer is a subclass of
+torch's, so that ``isinstance`` tests of optimizers, weight-decay filters and converters hold); what it computes runs
+through `normscope.functional`. Every layer has a ``spec``: what it computes, exactly.
+
+Two things differ from torch.nn, both on purpose: running statistics stay float32 in a module cast to a half type
+(``float32_statistics=False`` turns that off), and RMSNorm and the layers that torch does not have refuse sizes below 1,
+an eps of 0 or less, and an input of another size, saying what came and what to do.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "BatchNorm1d": "batch_norm",
+    "BatchNorm2d": "batch_norm",
+    "BatchNorm3d": "batch_norm",
+    "FrozenBatchNorm": "frozen_batch_norm",
+    "InstanceNorm1d": "instance_norm",
+    "InstanceNorm2d": "instance_norm",
+    "InstanceNorm3d": "instance_norm",
+    "GroupNorm": "group_norm",
+    "LayerNorm": "layer_norm",
+    "ChannelsFirstLayerNorm": "channels_first_layer_norm",
+    "RMSNorm": "rms_norm",
+    "ScaleNorm": "scale_norm",
+    "PixelNorm": "pixel_norm",
+    "L2Norm": "l2_norm",
+}
+
+if TYPE_CHECKING:
+    from normscope.nn.batch_norm import BatchNorm1d as BatchNorm1d
+    from normscope.nn.batch_norm import BatchNorm2d as BatchNorm2d
+    from normscope.nn.batch_norm import BatchNorm3d as BatchNorm3d
+    from normscope.nn.channels_first_layer_norm import ChannelsFirstLayerNorm as ChannelsFirstLayerNorm
+    from normscope.nn.frozen_batch_norm import FrozenBatchNorm as FrozenBatchNorm
+    from normscope.nn.group_norm import GroupNorm as GroupNorm
+    from normscope.nn.instance_norm import InstanceNorm1d as InstanceNorm1d
+    from normscope.nn.instance_norm import InstanceNorm2d as InstanceNorm2d
+    from normscope.nn.instance_norm import InstanceNorm3d as InstanceNorm3d
+    from normscope.nn.l2_norm import L2Norm as L2Norm
+    from normscope.nn.layer_norm import LayerNorm as LayerNorm
+    from normscope.nn.pixel_norm import PixelNorm as PixelNorm
+    from normscope.nn.rms_norm import RMSNorm as RMSNorm
+    from normscope.nn.scale_norm import ScaleNorm as ScaleNorm
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'normscope.nn' has no attribute {name!r}")
+    value = getattr(import_module(f"normscope.nn.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

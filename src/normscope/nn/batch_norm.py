@@ -1,0 +1,141 @@
+"""Batch norm: every channel by its mean and variance over samples and positions.
+
+    y = weight * (x - mean) / sqrt(var + eps) + bias
+
+Training normalizes by the batch: var is the biased variance, sum((x - mean)^2) / M over the M elements of a channel.
+Running statistics follow, run <- (1 - momentum) run + momentum batch, the variance with M / (M - 1); evaluation
+normalizes by them. Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from normscope.functional import batch_norm
+from normscope.nn.float32_statistics import Float32Statistics
+from normscope.nn.optional_bias import OptionalBias
+from normscope.spec import NormSpec, families
+
+
+class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNorm):
+    """What the three share; they differ in the number of axes they take."""
+
+    _ndim: tuple[int, int | None]
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        float32_statistics: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._set_bias(bias)
+        self.float32_statistics = float32_statistics
+        self._keep_statistics()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The batch's statistics in training and where none are stored, the stored ones else."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the plain average of all batches so far
+                momentum = 1.0 / float(self.num_batches_tracked)
+        by_batch = self.training or (self.running_mean is None and self.running_var is None)
+        stored = self.track_running_stats or not self.training
+        return batch_norm(
+            input,
+            self.running_mean if stored else None,
+            self.running_var if stored else None,
+            self.weight,
+            self.bias,
+            by_batch,
+            momentum,
+            self.eps,
+        )
+
+    @property
+    def spec(self) -> NormSpec:
+        """What the layer computes, from its attributes as they are now."""
+        momentum = self.momentum
+        if momentum is None and self.num_batches_tracked is None:  # nothing counts the batches: nothing moves
+            momentum = 0.0
+        return _spec(
+            float(self.eps),
+            None if momentum is None else float(momentum),
+            self.weight is not None,
+            self.bias is not None,
+            self.running_mean is not None,
+            self._ndim,
+        )
+
+
+@lru_cache
+def _spec(
+    eps: float, momentum: float | None, weight: bool, bias: bool, running: bool, ndim: tuple[int, int | None]
+) -> NormSpec:
+    return families.batch_norm(
+        eps=eps, momentum=momentum, weight=weight, bias=bias, running=running, ndim=ndim
+    )
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """Batch norm of inputs (N, C) or (N, C, L): a ``torch.nn.BatchNorm1d``.
+
+    Arguments: torch's, num_features, eps=1e-5, momentum=0.1 (None: the plain average of all batches), affine=True,
+    track_running_stats=True, device, dtype, bias=True; and ``float32_statistics=True``: running statistics stay
+    float32 in a half module.
+    Shapes: parameters and statistics (C,). Input and output float16, bfloat16, float32 or float64.
+
+    Raises ValueError where the input has another number of axes, where training sees one value a channel, or where
+    eps is not positive in training, as torch does.
+
+    >>> import torch
+    >>> norm = BatchNorm1d(2).bfloat16()
+    >>> norm, norm.weight.dtype, norm.running_var.dtype
+    (BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, ...), torch.bfloat16, torch.float32)
+    >>> x = torch.tensor([[1.0, 5.0], [3.0, 5.0]], dtype=torch.bfloat16)
+    >>> norm(x).tolist(), norm.running_mean.tolist()
+    ([[-1.0, 0.0], [1.0, 0.0]], [0.20000000298023224, 0.5])
+    """
+
+    _ndim = (2, 3)
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """Batch norm of inputs (N, C, H, W), contiguous or channels-last: a ``torch.nn.BatchNorm2d``.
+
+    Arguments, shapes and errors as `BatchNorm1d`.
+
+    >>> import torch
+    >>> norm = BatchNorm2d(3)
+    >>> print(norm.spec)
+    b c ... -> c, ndim=4; centered; std, biased; eps 1e-05 inside the root; weight c; bias c; running momentum 0.1
+    >>> norm(torch.randn(2, 3, 4, 4)).shape
+    torch.Size([2, 3, 4, 4])
+    """
+
+    _ndim = (4, 4)
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """Batch norm of inputs (N, C, D, H, W): a ``torch.nn.BatchNorm3d``.
+
+    Arguments, shapes and errors as `BatchNorm1d`.
+
+    >>> import torch
+    >>> BatchNorm3d(3)(torch.full((2, 3, 4, 4, 4), 1e6)).abs().max()
+    tensor(0., grad_fn=<MaxBackward1>)
+    """
+
+    _ndim = (5, 5)

@@ -1,0 +1,64 @@
+"""Group norm: every group of a sample's channels by its mean and variance, over positions too.
+
+    y = weight * (x - mean) / sqrt(var + eps) + bias
+
+var is the biased variance over the C / G channels of a group at all positions; the parameters stand on the channels.
+Wu and He 2018, https://arxiv.org/abs/1803.08494, equation 7.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from normscope.functional import group_norm
+from normscope.nn.optional_bias import OptionalBias
+from normscope.spec import NormSpec, families
+
+
+class GroupNorm(OptionalBias, nn.GroupNorm):
+    """Group norm of inputs (N, C, ...): a ``torch.nn.GroupNorm``.
+
+    Arguments: torch's, num_groups, num_channels, eps=1e-5, affine=True, device, dtype, bias=True.
+    Shapes: parameters (C,). Input and output float16, bfloat16, float32 or float64, contiguous or channels-last.
+
+    Raises ValueError where num_channels is not divisible by num_groups, RuntimeError where the input has another
+    number of channels, as torch does.
+
+    >>> import torch
+    >>> norm = GroupNorm(2, 4)
+    >>> norm(torch.arange(8.0).reshape(1, 4, 2)).flatten().round(decimals=2).tolist()
+    [-1.34, -0.45, 0.45, 1.34, -1.34, -0.45, 0.45, 1.34]
+    >>> print(norm.spec)
+    b (g c) ... -> b g, g=2, ndim=2..; centered; std, biased; eps 1e-05 inside the root; weight (g c); bias (g c)
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device=device, dtype=dtype)
+        self._set_bias(bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Statistics of each sample's groups, in training as in evaluation."""
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+    @property
+    def spec(self) -> NormSpec:
+        """What the layer computes, from its attributes as they are now."""
+        return _spec(int(self.num_groups), float(self.eps), self.weight is not None, self.bias is not None)
+
+
+@lru_cache
+def _spec(groups: int, eps: float, weight: bool, bias: bool) -> NormSpec:
+    return families.group_norm(groups, eps=eps, weight=weight, bias=bias)

@@ -1,0 +1,67 @@
+"""L2 norm: every vector along one axis brought to length 1.
+
+    y = x / max(|x|, eps),  |x| = sqrt(sum(x^2)) over the axis
+
+torch.nn.functional.normalize as a layer, with p = 2.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import Tensor, nn
+
+from normscope.errors import BadInput
+from normscope.functional import normalize
+from normscope.nn.arguments import positive_eps
+from normscope.spec import NormSpec
+from normscope.spec.axes import erase
+
+
+class L2Norm(nn.Module):
+    """Unit vectors along ``dim``; no parameters.
+
+    Arguments: dim=-1, counted from the front or, where negative, from the end; eps=1e-12, the least length that is
+    divided by.
+    Shapes: any input that has the axis. Input and output float16, bfloat16, float32 or float64.
+
+    Raises BadInput (a ValueError) where eps is 0 or less, or the input has no such axis.
+
+    >>> import torch
+    >>> L2Norm()(torch.tensor([[3.0, 4.0]])).round(decimals=4)
+    tensor([[0.6000, 0.8000]])
+    >>> print(L2Norm(dim=1).spec)
+    b d1 ... -> b ...; not centered; l2; eps 1e-12 as the least root; no weight; no bias
+    """
+
+    __constants__ = ("dim", "eps")
+
+    def __init__(self, dim: int = -1, eps: float = 1e-12) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = positive_eps("L2Norm", eps)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The length of each vector, in training as in evaluation."""
+        if not -input.dim() <= self.dim < input.dim():
+            raise BadInput(
+                f"L2Norm normalizes along axis {self.dim}; got an input of shape {tuple(input.shape)}. "
+                "The last axis is dim=-1."
+            )
+        return normalize(input, self.spec)
+
+    @property
+    def spec(self) -> NormSpec:
+        """What the layer computes, from its attributes as they are now."""
+        return _spec(int(self.dim), float(self.eps))
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        return f"dim={self.dim}, eps={self.eps}"
+
+
+@lru_cache
+def _spec(dim: int, eps: float) -> NormSpec:
+    stats = erase((dim,), None)
+    assert stats is not None  # a single axis, from either end, always has a pattern
+    return NormSpec(stats, center=False, scale="l2", eps=eps, eps_at="max")

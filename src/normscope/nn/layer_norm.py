@@ -1,0 +1,53 @@
+"""Layer norm: every position by its mean and variance over the last axes.
+
+    y = weight * (x - mean) / sqrt(var + eps) + bias
+
+var is the biased variance. Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450, equation 4.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import Tensor, nn
+
+from normscope.functional import layer_norm
+from normscope.spec import NormSpec, families
+from normscope.spec.axes import last_axes
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm over the last axes: a ``torch.nn.LayerNorm``.
+
+    Arguments: torch's, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device, dtype.
+    Shapes: input (..., *normalized_shape), parameters ``normalized_shape``. Input and output float16, bfloat16,
+    float32 or float64; the parameters may have another dtype.
+
+    Raises RuntimeError where the input does not end in ``normalized_shape``, as torch does. For the channels of an
+    input (N, C, ...) there is `ChannelsFirstLayerNorm`.
+
+    >>> import torch
+    >>> norm = LayerNorm(4)
+    >>> norm
+    LayerNorm((4,), eps=1e-05, elementwise_affine=True...)
+    >>> norm(torch.tensor([[1e6, 1e6, 1e6, 1e6]])).tolist()
+    [[0.0, 0.0, 0.0, 0.0]]
+    >>> print(norm.spec)
+    ... d -> ...; centered; std, biased; eps 1e-05 inside the root; weight d; bias d
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Statistics of each position, in training as in evaluation."""
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    @property
+    def spec(self) -> NormSpec:
+        """What the layer computes, from its attributes as they are now."""
+        return _spec(
+            len(self.normalized_shape), float(self.eps), self.weight is not None, self.bias is not None
+        )
+
+
+@lru_cache
+def _spec(axes: int, eps: float, weight: bool, bias: bool) -> NormSpec:
+    return families.layer_norm(last_axes(axes), eps=eps, weight=weight, bias=bias)

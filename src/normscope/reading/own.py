@@ -1,0 +1,51 @@
+"""Reader for the layers of ``normscope.nn``: each says its own specification; the modes are those of its kind.
+
+A subclass is read as the layer that it inherits from where it overrides nothing that computes, as with torch.nn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from normscope.reading.base import Reader, Reading, qualified_name
+from normscope.reading.torch_nn import check_ndim, kinds, refuse_overrides, tensors_of
+
+if TYPE_CHECKING:
+    from normscope.spec import NormSpec
+
+
+def _read(obj: Any, input_ndim: int | None) -> Reading | None:
+    from torch.nn.modules.batchnorm import _NormBase
+
+    import normscope.nn as own
+
+    home = next((cls for cls in type(obj).__mro__ if getattr(own, cls.__name__, None) is cls), None)
+    if home is None:
+        return None
+    refuse_overrides(obj, home)
+    if isinstance(obj, _NormBase):  # batch and instance norm: what is stored and when it moves is torch's
+        like = next(cls for cls in home.__mro__ if cls in kinds())
+        return kinds()[like](obj, input_ndim)
+    spec: NormSpec = obj.spec
+    low, high = spec.ndim or (spec.pattern.min_ndim, None)
+    check_ndim(obj, input_ndim, low, high)
+    mode = "frozen" if isinstance(obj, own.FrozenBatchNorm) else "input"
+    return Reading(spec, qualified_name(type(obj)), tensors_of(obj), mode, mode, mode)
+
+
+READER = Reader(
+    needs="normscope.nn",
+    knows=(
+        "normscope.nn.BatchNorm1d/2d/3d",
+        "normscope.nn.InstanceNorm1d/2d/3d",
+        "normscope.nn.LayerNorm",
+        "normscope.nn.ChannelsFirstLayerNorm",
+        "normscope.nn.GroupNorm",
+        "normscope.nn.RMSNorm",
+        "normscope.nn.ScaleNorm",
+        "normscope.nn.PixelNorm",
+        "normscope.nn.L2Norm",
+        "normscope.nn.FrozenBatchNorm",
+    ),
+    read=_read,
+)
