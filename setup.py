@@ -43,7 +43,8 @@ class build_native(Command):
         except Exception as error:  # the install goes on: everything works without, only slower
             results = {"native kernels": f"not built: {type(error).__name__}: {error}"}
         for isa, result in results.items():
-            (self.announce if result.startswith("built") else self.warn)(f"normscope: {isa}: {result}")
+            if not result.startswith("built"):
+                self.warn(f"normscope: {isa}: {result}")
 
     def get_source_files(self) -> list[str]:
         return sorted(str(path) for path in Path("src", KERNELS, "native").iterdir())

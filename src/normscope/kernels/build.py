@@ -1,7 +1,7 @@
 """Compiles ``native/`` once for each instruction set: what installing runs, and ``python -m normscope.kernels.build``.
 
 Imports the standard library only, since at install time there is nothing else. A missing or failing compiler is no
-error: what was run and what became of it is written beside the libraries, and `normscope.kernels.status` reads it there.
+error: what was run and what became of it is written beside the libraries, where `normscope.kernels.status` reads it.
 
 Never ``-ffast-math``: linking with it makes every thread of the process flush denormal numbers to zero, and compiling
 with it drops the handling of NaN. ``CXXFLAGS`` is not read, so that neither can come from there.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -59,8 +60,8 @@ def instruction_sets() -> dict[str, tuple[str, ...]]:
 def build(folder: Path, isas: Iterable[str] = ()) -> dict[str, str]:
     """Compiles all instruction sets, or those named, into ``folder``; what became of each, as written into `RECORD`.
 
-    A line begins with "built" where a library was made. Libraries that an earlier build left and this one could not
-    make are removed: they may be of other sources.
+    That is "built" or "not built: why", and in a second line what was run. Libraries that an earlier build left and
+    this one could not make are removed: they may be of other sources.
     """
     flags = {isa: known for isa, known in instruction_sets().items() if not isas or isa in isas}
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,21 +77,25 @@ def build(folder: Path, isas: Iterable[str] = ()) -> dict[str, str]:
     for isa, result in results.items():
         if not result.startswith("built"):
             (folder / file_name(isa)).unlink(missing_ok=True)
-    record = {**read_record(folder), **results}
+    record = {**_record(folder), **results}
     (folder / RECORD).write_text(
         "".join(f"{isa}: {result}\n" for isa, result in record.items()), encoding="utf-8"
     )
     return results
 
 
-def read_record(folder: Path) -> dict[str, str]:
-    """What the last build in ``folder`` said of each instruction set; empty where there was none."""
+def outcome(folder: Path, isa: str) -> str:
+    """What the last build in ``folder`` said of an instruction set, "" where there was none."""
+    return _record(folder).get(isa, "").partition("\n")[0]
+
+
+def _record(folder: Path) -> dict[str, str]:
     try:
-        lines = (folder / RECORD).read_text(encoding="utf-8").splitlines()
+        text = (folder / RECORD).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return {}
-    pairs = (line.split(": ", 1) for line in lines if ": " in line)
-    return {isa: result for isa, result in pairs if isa in NEEDS}
+    found = re.findall(r"^(\w+): (.*(?:\n .*)?)$", text, re.MULTILINE)
+    return {isa: result for isa, result in found if isa in NEEDS}
 
 
 class NoCompiler(Exception):
@@ -101,9 +106,9 @@ class Compiler(NamedTuple):
     command: list[str]
     link: tuple[str, ...]
 
-    def make(self, sources: Iterable[Path], flags: Iterable[str], library: Path) -> tuple[list[str], str]:
+    def make(self, sources: Iterable[str], flags: Iterable[str], library: Path) -> tuple[list[str], str]:
         """The command that was run, and what went wrong, or ""."""
-        command = [*self.command, *FLAGS, *flags, *map(str, sources), "-o", str(library), *self.link]
+        command = [*self.command, *FLAGS, *flags, *sources, "-o", str(library), *self.link]
         return command, _run(command)
 
 
@@ -140,24 +145,27 @@ def _try(compiler: Compiler) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.cpp")
         source.write_text("#include <atomic>\n")
-        return compiler.make([source], (), Path(folder, "empty.so"))[1]
+        return compiler.make([str(source)], (), Path(folder, "empty.so"))[1]
 
 
 def _compile(compiler: Compiler, isa: str, folder: Path) -> str:
     """Compiles beside the place and moves there: a process that runs the old library keeps it."""
     new = folder / f"{file_name(isa)}.{os.getpid()}"
-    flags = (*instruction_sets()[isa], f'-DNS_ISA="{isa}"')
-    command, error = compiler.make(sorted(SOURCES.glob("*.cpp")), flags, new)
+    command, error = compiler.make(
+        sorted(path.name for path in SOURCES.glob("*.cpp")), instruction_sets()[isa], new
+    )
     if not error:
         new.replace(folder / file_name(isa))
     new.unlink(missing_ok=True)
-    return f"not built: {error}, from {shlex.join(command)}" if error else f"built by {shlex.join(command)}"
+    return f"{f'not built: {error}' if error else 'built'}\n    {shlex.join(command)}"
 
 
 def _run(command: list[str]) -> str:
     """What went wrong, in a line, or ""."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=1800)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=1800, cwd=SOURCES
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     if done.returncode == 0:

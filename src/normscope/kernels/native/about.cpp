@@ -6,13 +6,7 @@
 #include "normscope.h"
 #include "parallel.hpp"
 
-#ifndef NS_ISA
-#error "NS_ISA names the instruction set: see build.py"
-#endif
-
 int ns_abi(void) { return NS_ABI; }
-
-const char *ns_isa(void) { return NS_ISA; }
 
 const char *ns_compiler(void) {
 #ifdef __clang__

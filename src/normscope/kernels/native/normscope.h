@@ -53,10 +53,11 @@ struct NsCall {
 };
 
 NS_EXPORT int ns_run(const NsCall *call);
+NS_EXPORT int ns_lowered(const NsCall *call, int64_t *out, int capacity);  // for tests: see kernels.cpp
+NS_EXPORT const char *ns_isa(void);
 
 // What a library says about itself (about.cpp).
 NS_EXPORT int ns_abi(void);
-NS_EXPORT const char *ns_isa(void);
 NS_EXPORT const char *ns_compiler(void);
 NS_EXPORT const char *ns_pool(void);                // the file whose threads it runs on, "" where it found none
 NS_EXPORT int ns_struct_layout(int64_t *numbers);   // sizeof and the offsets of NsRecipe, then of NsCall; returns how many
