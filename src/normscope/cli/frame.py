@@ -84,7 +84,7 @@ def console(file: TextIO | None = None) -> Console:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
+def progress(steps: int = STEPS) -> Iterator[Callable[[str], None]]:
     """A progress bar on standard error, on a terminal only; called with a word before each step."""
     if not sys.stderr.isatty():
         yield lambda _: None
@@ -93,5 +93,5 @@ def progress() -> Iterator[Callable[[str], None]]:
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading", total=STEPS)
+        task = bar.add_task("loading", total=steps)
         yield lambda word: bar.update(task, description=word.replace("_", " "), advance=1)

@@ -1,0 +1,129 @@
+"""Timing contenders against each other on a machine that others use too.
+
+All contenders run in one process, one block of calls each per round, in an order that rotates from round to round. One
+of them is a copy of the same bytes: it needs nothing but memory, so a round in which it is slow was disturbed from
+outside and is dropped. What is left is summed up by medians.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+COPY = "copy"
+"""the contender whose speed tells whether a round was disturbed"""
+DISTURBED = 1.3
+"""times the best copy: a round with a slower one is dropped"""
+LONG, COLD = 5e-4, 5e-2
+"""seconds: a longer call is a block by itself / leaves nothing of use in the caches"""
+BLOCK_CALLS, BLOCK_SECONDS = 40, 1e-3
+"""the least a block of short calls holds: single calls would be measured with cold caches and a clock of 50 ns"""
+TRIALS = 5
+"""single calls from which the length of one is judged, by the shortest: any other may have been held up"""
+ROUNDS, PATIENCE = 5, 3
+"""rounds that are kept at least / times the wanted seconds after which fewer must do"""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call of each contender, by the median over the ``kept`` of ``rounds`` rounds."""
+
+    seconds: dict[str, float]
+    rounds: int
+    kept: int
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing:
+    """Time all contenders for about ``seconds``, longer where too many rounds are disturbed.
+
+    A round is one block of each contender. Before a block of short calls its contender is called once untimed, so that
+    it finds the caches as it leaves them itself and not as its predecessor did.
+
+    Raises:
+        ValueError: no contender is called ``copy``.
+    """
+    if COPY not in contenders:
+        raise ValueError(f"one contender must be {COPY!r}, got {', '.join(contenders) or 'none'}")
+    names = list(contenders)
+    rounds: list[dict[str, float]] = []
+    with _no_collection():
+        calls = {name: _calls(contenders[name], clock) for name in names}
+        begin = clock()
+        while not _enough(rounds, clock() - begin, seconds):
+            rounds.append(
+                {name: _block(contenders[name], *calls[name], clock) for name in rotated(names, len(rounds))}
+            )
+    kept = undisturbed(rounds)
+    return Timing(
+        {name: statistics.median(r[name] for r in kept) for name in names}, rounds=len(rounds), kept=len(kept)
+    )
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The order of one round.
+
+    >>> [" ".join(rotated("ABCD", turn)) for turn in range(3)]
+    ['A B C D', 'B C D A', 'C D A B']
+    """
+    start = turn % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def undisturbed(rounds: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """The rounds whose copy took at most 1.3 times the shortest."""
+    best = min(r[COPY] for r in rounds)
+    return [r for r in rounds if r[COPY] <= DISTURBED * best]
+
+
+def _enough(rounds: Sequence[Mapping[str, float]], spent: float, wanted: float) -> bool:
+    if len(rounds) < ROUNDS or spent < wanted:
+        return False
+    return spent >= PATIENCE * wanted or len(undisturbed(rounds)) >= ROUNDS
+
+
+def _calls(call: Callable[[], object], clock: Callable[[], float]) -> tuple[int, bool]:
+    """How many calls make a block, and whether one goes before it untimed."""
+    call()  # the first may load or compile something
+    took, spent = math.inf, 0.0
+    for _ in range(TRIALS):
+        begin = clock()
+        call()
+        last = clock() - begin
+        took, spent = min(took, last), spent + last
+        if spent > COLD:
+            break
+    took = max(took, 1e-9)  # a clock may stand still
+    return (1 if took >= LONG else max(BLOCK_CALLS, math.ceil(BLOCK_SECONDS / took))), took < COLD
+
+
+def _block(call: Callable[[], object], calls: int, warm: bool, clock: Callable[[], float]) -> float:
+    """Seconds a call."""
+    if warm:
+        call()
+    begin = clock()
+    for _ in range(calls):
+        call()
+    return (clock() - begin) / calls
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage is collected before, not in the middle of somebody's block."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
