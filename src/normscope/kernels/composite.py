@@ -114,7 +114,7 @@ class Moments:
     def of(view: Elementary) -> Moments:
         """Two steps about a pivot, see the head of this file. The pivot takes no part in the gradient."""
         if view.mask is None:
-            count: int | Tensor = prod(axis.size for axis in view.axes if not axis.kept)
+            count: int | Tensor = prod([axis.size for axis in view.axes if not axis.kept])
             number: int | Tensor = max(count, 1)
         else:
             count = view.total(view.mask)

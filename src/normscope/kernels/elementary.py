@@ -6,9 +6,10 @@ filled up to the largest with elements that a mask leaves out, so that they too 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import nan, prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -58,19 +59,24 @@ class Elementary:
             raise BadInput(
                 f"a normalization takes floating point inputs; got {x.dtype}. Convert with x.float()"
             )
-        shape, bound = tuple(x.shape), spec.bind(x.shape)
+        shape = tuple(x.shape)
         if mask is not None:
             mask = _mask(mask, shape)
         value = x.to(compute_dtype(spec, x.dtype))
         filled = None
-        if bound.ragged:
-            assert bound.sample_dim is not None  # a remainder has a sample axis
-            value, mask, filled = _fill(value, mask, bound.sample_dim, bound.segments)
-        value = value.reshape(bound.shape)
+        if spec.remainder == "error":
+            axes = _axes(spec, shape)
+        else:
+            found, dim, segments = _virtual_batches(spec, shape)
+            axes = tuple(Axis(*fields) for fields in found)
+            if segments:
+                value, mask, filled = _fill(value, mask, dim, segments)
+        split = [axis.size for axis in axes]
+        value = value.reshape(split)
         if mask is not None:
-            mask = mask.reshape(bound.shape)
+            mask = mask.reshape(split)
             value = value.masked_fill(~mask, 0.0)
-        return Elementary(spec, bound.axes, value, mask, shape, x.dtype, filled)
+        return Elementary(spec, axes, value, mask, shape, x.dtype, filled)
 
     @property
     def eps(self) -> float:
@@ -94,6 +100,61 @@ class Elementary:
         dim, places = self.filled
         whole = [size if i != dim else -1 for i, size in enumerate(self.shape)]
         return values.reshape(whole).index_select(dim, places).to(self.dtype)
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def constant(function: F) -> F:
+    """Mark a function of specifications and plain numbers: torch.compile takes what it returns, and never looks in."""
+    marked: F = torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+    return marked
+
+
+Factors = tuple[tuple[str, int, bool], ...]
+"""of one input axis: name, given size or 0, kept"""
+
+
+def _axes(spec: NormSpec, shape: tuple[int, ...]) -> tuple[Axis, ...]:
+    """As ``spec.bind`` says, by arithmetic on sizes that a compiler may hold open."""
+    axes: list[Axis] = []
+    by_dim = _factors(spec, len(shape))
+    if len(by_dim) != len(shape):
+        spec.bind(shape)  # raises, and says which ranks fit
+    for dim, factors in enumerate(by_dim):
+        given = [size for _, size, _ in factors if size]
+        rest = shape[dim] // prod(given)
+        if rest * prod(given) != shape[dim] or (len(given) == len(factors) and rest != 1):
+            spec.bind(shape)  # raises, and says what does not fit
+        axes += [Axis(name, size or rest, kept, dim) for name, size, kept in factors]
+    return tuple(axes)
+
+
+@constant
+def _factors(spec: NormSpec, ndim: int) -> tuple[Factors, ...]:
+    """The factors of each input axis; nothing where the rank does not fit."""
+    spread = ndim - spec.pattern.min_ndim
+    low, high = spec.ndim or (0, None)
+    if spread < 0 or (spread and not spec.pattern.has_ellipsis) or not low <= ndim <= (high or ndim):
+        return ()
+    found: list[Factors] = []
+    for group in spec.pattern.left:
+        if group == (ELLIPSIS,):
+            found += [((f"{ELLIPSIS}{i}", 0, ELLIPSIS in spec.pattern.kept),) for i in range(spread)]
+        else:
+            found.append(tuple((name, spec.sizes.get(name, 0), name in spec.pattern.kept) for name in group))
+    return tuple(found)
+
+
+@constant
+def _virtual_batches(
+    spec: NormSpec, shape: tuple[int, ...]
+) -> tuple[tuple[tuple[str, int, bool, int], ...], int, tuple[int, ...]]:
+    """Fields of the axes, the sample axis, and the sizes of the virtual batches where they differ."""
+    bound = spec.bind(shape)
+    assert bound.sample_dim is not None  # a remainder has a sample axis
+    axes = tuple((axis.name, axis.size, axis.kept, axis.dim) for axis in bound.axes)
+    return axes, bound.sample_dim, bound.segments
 
 
 def divisor(count: int | Tensor, correction: float) -> float | Tensor:
@@ -158,7 +219,7 @@ def shape_on(where: str, axes: Sequence[Axis]) -> tuple[int, ...]:
         if group == (ELLIPSIS,):
             shape += [axis.size for axis in axes if axis.name.startswith(ELLIPSIS)]
         else:
-            shape.append(prod(sizes[name] for name in group))
+            shape.append(prod([sizes[name] for name in group]))
     return tuple(shape)
 
 

@@ -136,8 +136,8 @@ def _apply(w: Tensor, x: Tensor, view: Elementary) -> Tensor:
 def _rows(x: Tensor, view: Elementary) -> Tensor:
     """Elements as (groups, channels, members)."""
     sizes = {axis.name: x.shape[i] for i, axis in enumerate(view.axes)}
-    joint = prod(sizes[name] for name in view.spec.whiten.split())
-    groups = prod(sizes[name] for name in group_names(view))
+    joint = prod([sizes[name] for name in view.spec.whiten.split()])
+    groups = prod([sizes[name] for name in group_names(view)])
     members = x.numel() // max(joint * groups, 1)
     return x.permute(_order(view)).reshape(groups, joint, members)
 
