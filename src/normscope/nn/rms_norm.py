@@ -93,11 +93,15 @@ class RMSNorm(nn.RMSNorm):
             return rms_norm(x, self.normalized_shape, weight, self.eps)
         if weight is None or weight.dtype == x.dtype or self.convention == "gemma":
             return normalize(x, self.spec, weight)
-        plain = self.spec.replace(weight=None)
-        if self.convention == "t5":
-            y = normalize(x.float(), plain)
-            return weight * (y.to(weight.dtype) if weight.dtype in HALF else y)
-        return weight * normalize(x, plain)
+        return weight * self._unit(x, weight.dtype)
+
+    def _unit(self, x: Tensor, weight_dtype: torch.dtype) -> Tensor:
+        """Without the weight, in the dtype that llama and t5 multiply it with where it is not the input's."""
+        plain = _spec(len(self.normalized_shape), self.eps, False, self.convention)
+        if self.convention == "llama":
+            return normalize(x, plain)
+        y = normalize(x.float(), plain)
+        return y.to(weight_dtype) if weight_dtype in HALF else y
 
     @property
     def spec(self) -> NormSpec:
