@@ -64,6 +64,7 @@ def build(folder: Path, isas: Iterable[str] = ()) -> dict[str, str]:
     this one could not make are removed: they may be of other sources.
     """
     flags = {isa: known for isa, known in instruction_sets().items() if not isas or isa in isas}
+    folder = folder.resolve()  # the compiler runs where the sources are
     folder.mkdir(parents=True, exist_ok=True)
     try:
         compiler = find_compiler()
@@ -170,8 +171,8 @@ def _run(command: list[str]) -> str:
         return f"{type(error).__name__}: {error}"
     if done.returncode == 0:
         return ""
-    lines = done.stderr.splitlines()
-    told = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("collect2:")] or ["no message"]
+    told = next((line for line in lines if "error" in line), lines[0])
     return f"exit code {done.returncode}: {told.strip()[:400]}"
 
 

@@ -45,10 +45,10 @@ class Unusable(Exception):
     """Says why a library is not used."""
 
 
-def cpu_features() -> frozenset[str]:
+def cpu_features(told_in: str = "/proc/cpuinfo") -> frozenset[str]:
     """Of the first CPU, as Linux names them; it leaves out those whose registers the system does not save."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        with open(told_in, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 name, _, words = line.partition(":")
                 if name.strip() == "flags":
