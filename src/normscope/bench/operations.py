@@ -263,7 +263,7 @@ def cases(
     found = [case for op in chosen for case in _of(OPS[op], named)]
     possible = list(dict.fromkeys([*SIZES, *(c.size for c in found if c.group != LARGE)]))
     for size in wanted:
-        _known(f"size of {', '.join(chosen)}", size, possible)
+        _known("size", size, possible)
     return [case for case in found if case.group in wanted or case.size in wanted]
 
 

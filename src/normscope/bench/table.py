@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from normscope.bench.report import PASSES, ModelRow, Pass, Report, Row
+from normscope.bench.timing import ROUNDS
 
 WIDTH = 110
 UNITS = ((1e-3, "ms", 1e3), (0.0, "us", 1e6))
-FEW = 5
+FEW = ROUNDS
 """rounds kept: below, a number is marked"""
 WORDS: dict[Pass, str] = {"forward": "forward", "with_backward": "+ backward"}
 
@@ -33,7 +34,7 @@ def print_report(report: Report, console: Console) -> None:
         _print(console, op, _rows([row for row in report.rows if row.op == op]))
     if report.rows:
         _print_summary(report, console)
-    if report.models:
+    if any(row.timing for row in report.models):
         _print(console, "whole models, before and after accelerate", _models(report.models))
     for row in report.models:
         if row.note:
@@ -48,10 +49,11 @@ def _print_head(report: Report, console: Console) -> None:
     console.print(
         Text(
             f"last-level cache {_bytes(found.last_level_cache)}, memory {_bytes(found.memory)}, "
-            f"threads {found.threads}, allocator {found.allocator}"
+            f"threads {found.threads}"
         )
     )
     console.print(Text(f"torch {found.torch}, normscope {found.normscope}, Python {found.python}"))
+    console.print(Text(f"allocator: {found.allocator}"))
     for line in found.kernels.splitlines():
         console.print(Text(line))
 

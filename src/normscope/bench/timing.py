@@ -21,11 +21,11 @@ DISTURBED = 1.3
 """times the best copy: a round with a slower one is dropped"""
 LONG, COLD = 5e-4, 5e-2
 """seconds: a longer call is a block by itself / leaves nothing of use in the caches"""
-BLOCK_CALLS, BLOCK_SECONDS = 40, 1e-3
-"""the least a block of short calls holds: single calls would be measured with cold caches and a clock of 50 ns"""
+BLOCK_CALLS, BLOCK_SECONDS = 40, 2e-4
+"""the least a block of short calls holds; no more, for a long block is more often interrupted than a short one"""
 TRIALS = 5
 """single calls from which the length of one is judged, by the shortest: any other may have been held up"""
-ROUNDS, PATIENCE = 5, 3
+ROUNDS, PATIENCE = 7, 3
 """rounds that are kept at least / times the wanted seconds after which fewer must do"""
 
 

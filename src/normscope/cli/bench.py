@@ -36,7 +36,7 @@ def command(
     models: bool = typer.Option(False, "--models", help="Whole models before and after accelerate, too."),
     threads: int | None = typer.Option(None, "--threads", metavar="N", help="Of PyTorch and of ours."),
     seconds: float | None = typer.Option(
-        None, "--seconds", metavar="S", help="For one measurement: 1, or 0.05 with --quick."
+        None, "--seconds", metavar="S", help="For one measurement: 1, or 0.1 with --quick."
     ),
     allocator: bool = typer.Option(
         True,
@@ -73,7 +73,7 @@ def command(
         report = bench.run(
             cases,
             whole,
-            seconds=seconds or (0.05 if quick else 1.0),
+            seconds=seconds or (0.1 if quick else 1.0),
             compiled=not quick if compiled is None else compiled,
             allocator=_tuned() if allocator else "as it is",
             progress=step,
