@@ -126,6 +126,23 @@ struct Pack {
   V a, b;
 };
 
+template <class C, class V>
+NS_INLINE Pack<C, V> operator+(Pack<C, V> l, Pack<C, V> r) {
+  return {l.a + r.a, l.b + r.b};
+}
+template <class C, class V>
+NS_INLINE Pack<C, V> operator-(Pack<C, V> l, Pack<C, V> r) {
+  return {l.a - r.a, l.b - r.b};
+}
+template <class C, class V>
+NS_INLINE Pack<C, V> operator*(Pack<C, V> l, Pack<C, V> r) {
+  return {l.a * r.a, l.b * r.b};
+}
+template <class C, class V>
+NS_INLINE Pack<C, V> multiply_add(Pack<C, V> l, Pack<C, V> r, Pack<C, V> to) {
+  return {l.a * r.a + to.a, l.b * r.b + to.b};
+}
+
 template <class Self, class T, class C_, class V_, bool Split>
 struct LanesBase {
   using C = C_;
@@ -259,16 +276,19 @@ NS_INLINE int lane_of(int i) {
   return L::kSplit ? (i & 1) * L::kWide + (i >> 1) : i;
 }
 
-// Sums over lanes in a fixed order.
-NS_INLINE double sum_lanes(f32x16 v) {
-  double t = 0;
-  for (int i = 0; i < 16; ++i) t += double(v[i]);
-  return t;
-}
+// Sums over lanes in a fixed order, by halves: a chain of additions would take several times as long.
 NS_INLINE double sum_lanes(f64x8 v) {
-  double t = 0;
-  for (int i = 0; i < 8; ++i) t += v[i];
-  return t;
+  using f64x4 = double __attribute__((vector_size(32)));
+  f64x4 half[2];
+  std::memcpy(half, &v, 64);
+  const f64x4 t = half[0] + half[1];
+  return (t[0] + t[2]) + (t[1] + t[3]);
+}
+NS_INLINE double sum_lanes(f32x16 v) {
+  using f32x8 = float __attribute__((vector_size(32)));
+  f32x8 half[2];
+  std::memcpy(half, &v, 64);
+  return sum_lanes(__builtin_convertvector(half[0], f64x8) + __builtin_convertvector(half[1], f64x8));
 }
 
 }  // namespace ns
