@@ -20,6 +20,7 @@ def status() -> Status:
 
     Source: `normscope.kernels.library`, which chooses, and ``_native_build.txt`` beside it, which the build wrote.
     """
-    from normscope.kernels import library
+    from normscope.kernels import library, ops
 
+    assert ops.library is library  # loaded for what it does: operators tell the library how they reach it
     return library.status()
