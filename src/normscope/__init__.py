@@ -24,12 +24,16 @@ _HOME = {
     "check": "normscope.doctor.check",
     "Report": "normscope.doctor.report",
     "Finding": "normscope.doctor.report",
+    "transforms": "",
+    "tune_allocator": "normscope.allocator",
 }
 
 if TYPE_CHECKING:
     from normscope import reference as reference
     from normscope import spec as spec
+    from normscope import transforms as transforms
     from normscope import verify as verify
+    from normscope.allocator import tune_allocator as tune_allocator
     from normscope.doctor.check import check as check
     from normscope.doctor.report import Finding as Finding
     from normscope.doctor.report import Report as Report

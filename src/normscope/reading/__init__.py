@@ -67,7 +67,7 @@ def read(obj: Any, *, input_ndim: int | None = None) -> Reading:
                 ) from error
             if reading is not None:
                 return reading
-    raise UnknownNormalization(_unknown(obj))
+    raise UnknownNormalization(_unknown(obj), recognized=False)
 
 
 def read_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallReading | None:

@@ -19,11 +19,13 @@ class UnknownNormalization(NormscopeError, TypeError):
 
     Attributes:
         invalid: it is a normalization of the family by its class, built with numbers that no specification can hold.
+        recognized: a reader knows what it is and says why it cannot be read; False where no reader knows it.
     """
 
-    def __init__(self, text: str, *, invalid: bool = False) -> None:
+    def __init__(self, text: str, *, invalid: bool = False, recognized: bool = True) -> None:
         super().__init__(text)
         self.invalid = invalid
+        self.recognized = recognized
 
 
 @dataclass(frozen=True, eq=False)
