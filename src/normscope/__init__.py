@@ -19,6 +19,8 @@ _HOME = {
     "spec": "",
     "reference": "",
     "verify": "",
+    "functional": "",
+    "normalize": "normscope.functional",
     "spec_of": "normscope.reading",
     "RunningState": "normscope.spec",
     "check": "normscope.doctor.check",
@@ -29,6 +31,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from normscope import functional as functional
     from normscope import reference as reference
     from normscope import spec as spec
     from normscope import transforms as transforms
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from normscope.doctor.check import check as check
     from normscope.doctor.report import Finding as Finding
     from normscope.doctor.report import Report as Report
+    from normscope.functional import normalize as normalize
     from normscope.reading import spec_of as spec_of
     from normscope.spec import Cast as Cast
     from normscope.spec import NormSpec as NormSpec

@@ -65,7 +65,7 @@ class Elementary:
         value = x.to(compute_dtype(spec, x.dtype))
         filled = None
         if spec.remainder == "error":
-            axes = _axes(spec, shape)
+            axes = axes_of(spec, shape)
         else:
             found, dim, segments = _virtual_batches(spec, shape)
             axes = tuple(Axis(*fields) for fields in found)
@@ -115,7 +115,7 @@ Factors = tuple[tuple[str, int, bool], ...]
 """of one input axis: name, given size or 0, kept"""
 
 
-def _axes(spec: NormSpec, shape: tuple[int, ...]) -> tuple[Axis, ...]:
+def axes_of(spec: NormSpec, shape: tuple[int, ...]) -> tuple[Axis, ...]:
     """As ``spec.bind`` says, by arithmetic on sizes that a compiler may hold open."""
     axes: list[Axis] = []
     by_dim = _factors(spec, len(shape))

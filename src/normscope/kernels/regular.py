@@ -1,0 +1,155 @@
+"""Which calls are plainly regular: shapes, dtypes and numbers as they should be. Others are for PyTorch to judge.
+
+Below that, the checks of what PyTorch's functions do not have: a residual, and a tensor to write into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from normscope.errors import BadInput
+from normscope.kernels import layout
+from normscope.kernels.elementary import HALF, axes_of, constant, shape_on
+from normscope.kernels.layout import Call
+from normscope.spec import NormSpec, families
+from normscope.spec.parts import is_number
+
+FLOATS = (torch.float32, *HALF, torch.float64)
+
+
+@constant
+def recipe(kind: str, ndim: int, number: int, eps: float | None) -> Call | None:
+    """The codes of a named norm for inputs of ``ndim`` axes; None where ``eps`` is no finite number.
+
+    ``number`` is the number of normalized axes for ``"layer"`` and ``"rms"``, of groups for ``"group"``, else 0.
+    """
+    return _built(kind, ndim, number, eps) if is_number(eps) or (eps is None and kind == "rms") else None
+
+
+@lru_cache(maxsize=4096)
+def _built(kind: str, ndim: int, number: int, eps: float | None) -> Call:
+    axes = "d" if number == 1 else " ".join(f"d{i}" for i in range(number))
+    if kind == "layer":
+        spec = families.layer_norm(axes, eps=eps)
+    elif kind == "rms":
+        spec = families.rms_norm(axes, eps=eps)
+    elif kind == "group":
+        spec = families.group_norm(number, eps=eps)
+    elif kind == "instance":
+        spec = families.instance_norm(eps=eps, weight=True, bias=True, running=True)
+    else:
+        spec = families.batch_norm(eps=eps)
+    return layout.call(spec, ndim)
+
+
+def trailing(
+    kind: str,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+) -> Call | None:
+    """The codes of a norm over the last axes, or None where something does not fit."""
+    if not isinstance(normalized_shape, (tuple, list)):
+        return None
+    shape, size = tuple(normalized_shape), x.shape
+    ndim = len(size)
+    if shape and size[ndim - len(shape) :] == shape and suits(x, shape, weight, bias):
+        return recipe(kind, ndim, len(shape), eps)
+    return None
+
+
+def by_channel(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether x is (B, C, ...) and all that is given (C,)."""
+    size = x.shape
+    return len(size) > 1 and suits(x, size[1:2], *parameters)
+
+
+def states(mean: Tensor | None, var: Tensor | None, by_batch: bool) -> bool:
+    """Whether stored statistics come in a pair (or not at all, where the batch has its own) and want no gradient."""
+    if mean is None or var is None:
+        return by_batch and mean is var
+    return not (mean.requires_grad or var.requires_grad)
+
+
+def suits(x: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> bool:
+    """Whether x is one of the usual floats, dense and not empty, and every parameter has ``shape`` and one dtype:
+    that of x, or float32 beside half types."""
+    dtype = x.dtype
+    if dtype not in FLOATS or x.layout is not torch.strided or not x.numel():
+        return False
+    common = None
+    for p in parameters:
+        if p is not None:
+            if p.shape != shape or p.device != x.device or p.dtype is not (common or p.dtype):
+                return False
+            common = p.dtype
+    return common is None or common is dtype or (common is torch.float32 and dtype in HALF)
+
+
+@constant
+def _codes(spec: NormSpec, ndim: int) -> Call:
+    return layout.call(spec, ndim)
+
+
+def codes_of(x: Tensor, spec: NormSpec, *given: tuple[Tensor | None, str | None]) -> Call | None:
+    """The codes of any specification, or None where it is not served or a tensor is not on the axes it should be."""
+    axes = axes_of(spec, tuple(x.shape)) if spec.remainder == "error" else None
+    if axes is None or not suits(x, ()):
+        return None
+    for tensor, where in given:
+        if tensor is not None and (where is None or not suits(x, shape_on(where, axes), tensor)):
+            return None
+    call = _codes(spec, x.dim())
+    # one element has no stored variance: the composite path says so
+    lone = spec.running is not None and prod([axis.size for axis in axes if not axis.kept]) < 2
+    return None if call.unserved or lone else call
+
+
+R = TypeVar("R")
+
+
+def ask(
+    function: Callable[..., R], relevant: Iterable[Any], *args: Any, out: Tensor | None = None, **rest: Any
+) -> R:
+    """Tensor subclasses and modes have the first word, as in torch.nn.functional."""
+    if out is not None:
+        rest["out"] = out
+    answer: R = handle_torch_function(function, relevant, *args, **rest)
+    return answer
+
+
+def same(input: Tensor, residual: Tensor) -> None:
+    if input.shape != residual.shape or input.dtype is not residual.dtype or input.device != residual.device:
+        raise BadInput(
+            "a residual has the shape, dtype and device of the input: "
+            f"{tuple(input.shape)}, {input.dtype}, {input.device}; got {tuple(residual.shape)}, {residual.dtype}, "
+            f"{residual.device}. Expand or convert it first"
+        )
+
+
+def writable(out: Tensor, input: Tensor, *parameters: Tensor | None) -> Tensor:
+    """What may be written into."""
+    if out.shape != input.shape or out.dtype is not input.dtype or out.device != input.device:
+        raise BadInput(
+            f"out has the shape, dtype and device of the input: {tuple(input.shape)}, {input.dtype}, {input.device}; "
+            f"got {tuple(out.shape)}, {out.dtype}, {out.device}. Allocate it with torch.empty_like(input)"
+        )
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, input, *parameters)):
+        raise BadInput(
+            "out= is for inference, and a tensor of this call requires a gradient. Call under torch.no_grad(), or "
+            "leave out= away"
+        )
+    return out
+
+
+def into(y: Tensor, out: Tensor | None) -> Tensor:
+    return y if out is None else writable(out, y).copy_(y)
