@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py [--json kernels.json] [--text kernels.txt] [--seconds 1] [--threads N]
 
-Takes about half an hour, most of it spent by torch.compile.
+Takes half an hour to an hour.
 """
 
 from __future__ import annotations

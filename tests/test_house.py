@@ -16,18 +16,19 @@ SRC = Path(normscope.__file__).parent
 # From the ground up; a room imports only from its own floor or from floors below.
 FLOORS = {
     "errors": 0,
+    "allocator": 1,
     "spec": 1,
     "reference": 1,
     "kernels": 2,
     "functional": 3,
     "nn": 4,
-    "bench": 4,
     "reading": 5,
     "doctor": 6,
     "verify": 6,
     "render": 7,
     "demo": 7,
     "transforms": 7,
+    "bench": 7,
     "targets": 8,
     "cli": 9,
 }

@@ -16,8 +16,10 @@ from normscope.bench.report import ModelRow
 from normscope.bench.timing import COPY, alternate
 from normscope.errors import told
 
-COPY_BYTES = 16 * 2**20
-"""of the copy that shows disturbed rounds"""
+COPY_BYTES = 64 * 2**20
+"""of the copy that shows disturbed rounds: some milliseconds, or it would slip through between disturbances"""
+LONGER = 3
+"""times the seconds of one operation: a step is long, and only many rounds make a median"""
 LLAMA = {
     "vocab_size": 1000,
     "hidden_size": 512,
@@ -91,7 +93,7 @@ def compare(model: Model, *, seconds: float) -> ModelRow:
         target = torch.empty_like(source)
         steps[COPY] = lambda: target.copy_(source)
         with torch.set_grad_enabled(model.training):
-            timing = alternate(steps, seconds=seconds)
+            timing = alternate(steps, seconds=LONGER * seconds)
     except Exception as error:
         return ModelRow(model.name, note=told(error))
     swapped = sum(type(m).__module__.startswith("normscope.nn") for m in after.modules())

@@ -48,7 +48,7 @@ def command(
     """Measure each normalization against PyTorch eager, torch.compile, and a copy of the same bytes.
 
     All run in one process, in rotating order; times are medians over the rounds in which the copy was not slowed
-    down by something else on the machine. The whole table takes about half an hour.
+    down by something else on the machine. The whole table takes half an hour to an hour.
     """
     if threads is not None and threads < 1:
         raise BadInput(f"--threads must be 1 or more, got {threads}")
