@@ -1,0 +1,510 @@
+// Rows backwards. With g = factor * dy, per set: the sums of g and of g xhat, then
+//   dx = (g - sum g / n - xhat q sum(g xhat) / N) / D
+// (normscope.h), and for the parameters dy xhat and dy, summed over what each is shared by.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "rows_parts.hpp"
+
+namespace ns {
+
+// dx = g * inverse + xhat * slope + level.
+template <class C>
+struct Gradient {
+  Scale<C> x;
+  C slope, level;
+};
+
+// Which terms dx has: of stored statistics, of a scale alone, of both statistics.
+enum Form { kFixed, kScaled, kCentered };
+
+struct Sums {
+  double dy = 0, dy_xhat = 0;
+};
+
+template <class L, Form F, class C>
+NS_INLINE typename L::P normalized(typename L::P x, const Scale<C> &s) {
+  if constexpr (F == kScaled) return {x.a * s.inverse, x.b * s.inverse};
+  return {(x.a - s.high) * s.inverse + s.minus, (x.b - s.high) * s.inverse + s.minus};
+}
+
+// Sums over one block of one segment: of factor * dy where `factor` has a value for each element, else of dy.
+template <class T, Form F, bool Each_>
+Sums sums_of(const T *x, const T *dy, int64_t n, const Scale<typename Lanes<T>::C> &s,
+             const typename Lanes<T>::C *factor) {
+  using L = Lanes<T>;
+  using V = typename L::V;
+  V one[4] = {}, two[4] = {};
+  const Scale<typename L::C> scale = s;
+  sweep<T>(n, [&](int64_t i, auto span, auto slot) {
+    constexpr int j = 2 * decltype(slot)::value;
+    // Beyond the end dy is 0 and x the mean, so that xhat is finite there.
+    const auto xhat = normalized<L, F>(span.load(x + i, scale.high), scale);
+    auto g = span.load(dy + i, 0);
+    if constexpr (Each_) {
+      const auto f = load_lanes<L>(factor + i);
+      g.a *= f.a, g.b *= f.b;
+    }
+    one[j] += g.a, one[j + 1] += g.b;
+    two[j] += g.a * xhat.a, two[j + 1] += g.b * xhat.b;
+  });
+  return {sum_lanes((one[0] + one[1]) + (one[2] + one[3])), sum_lanes((two[0] + two[1]) + (two[2] + two[3]))};
+}
+
+// One row of several that are gone through together.
+template <class T>
+struct Line {
+  const T *x, *dy, *dsum;
+  T *dx;
+  Gradient<typename Lanes<T>::C> k;
+};
+
+// dx of R rows with a factor for each element, and their share of the parameters' gradients: loaded once for all R.
+// Grads: 0 none, 1 of the weight, 2 also of the bias.
+template <class T, Form F, int R, int Grads, bool Dx, bool Stream>
+void dx_each(const Line<T> *line, int64_t n, const typename Lanes<T>::C *factor, typename Lanes<T>::C *dweight,
+             typename Lanes<T>::C *dbias) {
+  using L = Lanes<T>;
+  using P = typename L::P;
+  const bool add = line[0].dsum != nullptr;
+  const auto step = [&](int64_t i, auto span) {
+    const P f = load_lanes<L>(factor + i);
+    P w{}, b{};
+    if constexpr (Grads > 0) w = load_lanes<L>(dweight + i);
+    if constexpr (Grads > 1) b = load_lanes<L>(dbias + i);
+    for (int k = 0; k < R; ++k) {
+      const Gradient<typename L::C> &grad = line[k].k;
+      const P xhat = normalized<L, F>(span.load(line[k].x + i, grad.x.high), grad.x), dy = span.load(line[k].dy + i, 0);
+      if constexpr (Grads > 0) w.a += dy.a * xhat.a, w.b += dy.b * xhat.b;
+      if constexpr (Grads > 1) b.a += dy.a, b.b += dy.b;
+      if constexpr (Dx) {
+        P d{dy.a * f.a, dy.b * f.b};
+        if constexpr (F == kFixed) {
+          d.a *= grad.x.inverse, d.b *= grad.x.inverse;
+        } else if constexpr (F == kScaled) {
+          d.a = d.a * grad.x.inverse + xhat.a * grad.slope, d.b = d.b * grad.x.inverse + xhat.b * grad.slope;
+        } else {
+          d.a = d.a * grad.x.inverse + (xhat.a * grad.slope + grad.level);
+          d.b = d.b * grad.x.inverse + (xhat.b * grad.slope + grad.level);
+        }
+        if (add) {
+          const P more = span.load(line[k].dsum + i, 0);
+          d.a += more.a, d.b += more.b;
+        }
+        if constexpr (Stream) {
+          span.stream(line[k].dx + i, d);
+        } else {
+          span.store(line[k].dx + i, d);
+        }
+      }
+    }
+    if constexpr (Grads > 0) store_lanes<L>(dweight + i, w);
+    if constexpr (Grads > 1) store_lanes<L>(dbias + i, b);
+  };
+  int64_t i = 0;
+  for (; i + L::kPack <= n; i += L::kPack) step(i, Whole<T>{});
+  if (i < n) step(i, Part<T>{int(n - i)});
+  if constexpr (Stream) stream_fence();
+}
+
+// dx of one segment with one factor.
+template <class T, Form F, bool Stream>
+void dx_one(const Line<T> &line, int64_t n, typename Lanes<T>::C factor) {
+  using L = Lanes<T>;
+  using P = typename L::P;
+  const Gradient<typename L::C> grad = line.k;
+  const typename L::C joint = factor * grad.x.inverse;
+  const bool add = line.dsum != nullptr;
+  sweep<T>(n, [&](int64_t i, auto span, auto) {
+    P d = span.load(line.dy + i, 0);
+    d.a *= joint, d.b *= joint;
+    if constexpr (F != kFixed) {
+      const P xhat = normalized<L, F>(span.load(line.x + i, grad.x.high), grad.x);
+      if constexpr (F == kScaled) d.a += xhat.a * grad.slope, d.b += xhat.b * grad.slope;
+      if constexpr (F == kCentered) {
+        d.a += xhat.a * grad.slope + grad.level, d.b += xhat.b * grad.slope + grad.level;
+      }
+    }
+    if (add) {
+      const P more = span.load(line.dsum + i, 0);
+      d.a += more.a, d.b += more.b;
+    }
+    if constexpr (Stream) {
+      span.stream(line.dx + i, d);
+    } else {
+      span.store(line.dx + i, d);
+    }
+  });
+  if constexpr (Stream) stream_fence();
+}
+
+// What both drivers below know of a call.
+template <class T, Form F>
+class RowsBackward {
+ public:
+  using C = typename Lanes<T>::C;
+
+ protected:
+  const NsCall &c;
+  const Problem &p;
+  const Recipe r;
+  const int threads;
+  const bool grads, stream;
+
+  RowsBackward(const NsCall &call, const Problem &problem)
+      : c(call),
+        p(problem),
+        r(call.recipe, problem),
+        threads(threads_for(call, problem)),
+        grads(call.dweight || call.dbias),
+        stream(streams<T>(problem)) {}
+
+  // The factors are left in the sums over g by the caller.
+  Gradient<C> gradient(int64_t set, const Scale<C> &s, Sums g) const {
+    if constexpr (F == kFixed) return {s, 0, 0};
+    const double motion = r.motion(double(root(set)));
+    const double slope = motion * g.dy_xhat / r.divisor, level = F == kCentered ? g.dy / r.n : 0;
+    return {s, C(-slope * double(s.inverse)), C(-level * double(s.inverse))};
+  }
+
+  Scale<C> scale_of(int64_t set) const {
+    if constexpr (F == kFixed) return stored_scale<C>(c, r, set);
+    const C *stats = static_cast<const C *>(c.stats);
+    Mean<C> mean{0, 0};
+    if constexpr (F == kCentered) mean = {stats[set], stats[p.sets + set]};
+    return scale<C>(mean, r.inverse(double(root(set))));
+  }
+
+  Line<T> line(const Offset &set, const Offset &segment, int64_t begin, const Gradient<C> &k) const {
+    const int64_t x = set.x + segment.x + begin, y = set.y + segment.y + begin;
+    return {static_cast<const T *>(c.x) + x, static_cast<const T *>(c.dy) + y,
+            c.dsum ? static_cast<const T *>(c.dsum) + y : nullptr, c.dx ? static_cast<T *>(c.dx) + y : nullptr, k};
+  }
+
+ private:
+  C root(int64_t set) const { return static_cast<const C *>(c.stats)[(F == kCentered ? 2 * p.sets : 0) + set]; }
+};
+
+// ---- one factor a segment
+
+template <class T, Form F>
+class OneFactor : RowsBackward<T, F> {
+  using Base = RowsBackward<T, F>;
+  using C = typename Base::C;
+  using Base::c, Base::p, Base::r, Base::threads, Base::grads, Base::stream;
+
+ public:
+  OneFactor(const NsCall &call, const Problem &problem) : Base(call, problem), cut(problem, !shared(problem)) {}
+
+  int run() {
+    const bool split = inside(p, cut, threads);
+    Scratch memory((grads || split ? sizeof(Sums) * p.sets * cut.blocks : 0) + (split ? sizeof(Gradient<C>) * p.sets : 0));
+    if (!memory) return NS_NO_MEMORY;
+    Sums *of_block = grads || split ? memory.as<Sums>() : nullptr;
+    if (split) {
+      Gradient<C> *of_set = reinterpret_cast<Gradient<C> *>(of_block + p.sets * cut.blocks);
+      if (F != kFixed || grads)
+        parallel_for(p.sets * cut.blocks, threads, [&](int64_t i) {
+          const Offset set = p.kept.at(i / cut.blocks);
+          of_block[i] = sums(set, cut.at(i % cut.blocks), this->scale_of(set.s));
+        });
+      parallel_for(p.sets, threads, [&](int64_t i) {
+        const Offset set = p.kept.at(i);
+        Sums g;
+        if (F != kFixed)
+          for (int64_t k = 0; k < cut.blocks; ++k) add(&g, set, cut.at(k), of_block[i * cut.blocks + k]);
+        of_set[i] = this->gradient(set.s, this->scale_of(set.s), g);
+      });
+      if (c.dx)
+        each_block_backwards(p, cut, threads, [&](int64_t i, int64_t k) { put(p.kept.at(i), cut.at(k), of_set[i]); });
+    } else {
+      parallel_for(p.sets, threads, [&](int64_t i) {
+        const Offset set = p.kept.at(i);
+        const Scale<C> s = this->scale_of(set.s);
+        Sums g;
+        if (F != kFixed || grads)
+          for (int64_t k = 0; k < cut.blocks; ++k) {
+            const Sums block = sums(set, cut.at(k), s);
+            if (of_block) of_block[i * cut.blocks + k] = block;
+            add(&g, set, cut.at(k), block);
+          }
+        const Gradient<C> k = this->gradient(set.s, s, g);
+        if (c.dx)
+          for (int64_t b = cut.blocks; b-- > 0;) put(set, cut.at(b), k);
+      });
+    }
+    return grads ? fold(of_block) : int(NS_DONE);
+  }
+
+ private:
+  const Cut cut;
+
+  // All segments of a set have the same parameter.
+  static bool shared(const Problem &p) {
+    for (int i = 0; i < p.erased.n; ++i)
+      if (p.erased.loop[i].p) return false;
+    return true;
+  }
+
+  C factor(const Offset &set, const Block &b) const { return factor_at<C>(c, r, set.p + p.erased.at(b.first).p); }
+
+  void add(Sums *g, const Offset &set, const Block &b, const Sums &of_block) const {
+    const double f = factor(set, b);
+    g->dy += f * of_block.dy, g->dy_xhat += f * of_block.dy_xhat;
+  }
+
+  Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
+    Sums total;
+    for (int64_t k = b.first; k < b.last; ++k) {
+      const Line<T> line = this->line(set, p.erased.at(k), b.begin, {});
+      const Sums one = sums_of<T, F, false>(line.x, line.dy, b.size, s, nullptr);
+      total.dy += one.dy, total.dy_xhat += one.dy_xhat;
+    }
+    return total;
+  }
+
+  void put(const Offset &set, const Block &b, const Gradient<C> &k) const {
+    const C f = factor(set, b);
+    for (int64_t i = b.last; i-- > b.first;) {
+      const Line<T> line = this->line(set, p.erased.at(i), b.begin, k);
+      if (stream && aligned(line.dx)) {
+        dx_one<T, F, true>(line, b.size, f);
+      } else {
+        dx_one<T, F, false>(line, b.size, f);
+      }
+    }
+  }
+
+  // Blocks of all sets in order, each added to its parameter.
+  int fold(const Sums *of_block) const {
+    Scratch memory(sizeof(Sums) * p.parameters);
+    if (!memory) return NS_NO_MEMORY;
+    Sums *total = memory.as<Sums>();
+    std::fill(total, total + p.parameters, Sums{});
+    for (int64_t i = 0; i < p.sets; ++i) {
+      const int64_t at = p.kept.at(i).p;
+      for (int64_t k = 0; k < cut.blocks; ++k, ++of_block) {
+        Sums &t = total[at + p.erased.at(cut.at(k).first).p];
+        t.dy += of_block->dy, t.dy_xhat += of_block->dy_xhat;
+      }
+    }
+    for (int64_t i = 0; i < p.parameters; ++i) {
+      if (c.dweight) put_at(c.dweight, c.weight_dtype, i, r.gain * total[i].dy_xhat);
+      if (c.dbias) put_at(c.dbias, c.weight_dtype, i, total[i].dy);
+    }
+    return NS_DONE;
+  }
+};
+
+// ---- a factor for each element
+
+// Rows gone through together; what they and their gradients take must stay in the cache.
+constexpr int kTogether = 4;
+constexpr int64_t kTogetherBytes = 1 << 20;
+
+template <class T, Form F>
+class EachFactor : RowsBackward<T, F> {
+  using Base = RowsBackward<T, F>;
+  using L = Lanes<T>;
+  using C = typename Base::C;
+  using Base::c, Base::p, Base::r, Base::threads, Base::grads, Base::stream;
+
+ public:
+  EachFactor(const NsCall &call, const Problem &problem) : Base(call, problem), each(call, problem, r, false), cut(problem, true) {
+    together = 2 * kTogether * p.set_size * int64_t(sizeof(T)) <= kTogetherBytes;
+  }
+
+  int run() {
+    if (!each) return NS_NO_MEMORY;
+    // Few long sets with a parameter for each of their elements: each task has some parameters to itself.
+    if (p.sets < 64 && p.set_size >= 4 * kBlock && p.parameters == p.set_size) return by_blocks();
+    return by_sets();
+  }
+
+ private:
+  const Each<T> each;
+  const Cut cut;
+  bool together;
+
+  int kinds() const { return !grads ? 0 : c.dbias ? 2 : 1; }
+
+  Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
+    const Offset segment = p.erased.at(b.first);
+    const Line<T> line = this->line(set, segment, b.begin, {});
+    return sums_of<T, F, true>(line.x, line.dy, b.size, s, each.factor + each.runs.at(set.p + segment.p + b.begin));
+  }
+
+  Gradient<C> gradient(const Offset &set) const {
+    const Scale<C> s = this->scale_of(set.s);
+    Sums g;
+    if (F != kFixed && c.dx)
+      for (int64_t k = 0; k < cut.blocks; ++k) {
+        const Sums block = sums(set, cut.at(k), s);
+        g.dy += block.dy, g.dy_xhat += block.dy_xhat;
+      }
+    return this->gradient_of(set, s, g);
+  }
+  Gradient<C> gradient_of(const Offset &set, const Scale<C> &s, const Sums &g) const {
+    return Base::gradient(set.s, s, g);
+  }
+
+  template <int R>
+  void lines(const Line<T> *line, int64_t n, int64_t lane, C *dweight, C *dbias) const {
+    const C *factor = each.factor + lane;
+    bool past = stream && c.dx;
+    for (int k = 0; k < R; ++k) past = past && aligned(line[k].dx);
+    with(past, [&](auto streamed) {
+      with(c.dx != nullptr, [&](auto dx) {
+        constexpr bool st = decltype(streamed)::value && decltype(dx)::value, d = decltype(dx)::value;
+        if (kinds() == 2) return dx_each<T, F, R, 2, d, st>(line, n, factor, dweight, dbias);
+        if (kinds() == 1) return dx_each<T, F, R, 1, d, st>(line, n, factor, dweight, dbias);
+        dx_each<T, F, R, 0, d, st>(line, n, factor, dweight, dbias);
+      });
+    });
+  }
+
+  // A block of R sets whose parameters are the same.
+  template <int R>
+  void block(const Offset *set, const Gradient<C> *k, const Block &b, C *dweight, C *dbias) const {
+    const Offset segment = p.erased.at(b.first);
+    Line<T> line[R];
+    for (int i = 0; i < R; ++i) line[i] = this->line(set[i], segment, b.begin, k[i]);
+    lines<R>(line, b.size, each.runs.at(set[0].p + segment.p + b.begin), dweight, dbias);
+  }
+
+  // Sets in chunks, each with sums of its own for all parameters, added up in double in the order of chunks.
+  int by_sets() {
+    const int64_t uses = p.elements / p.parameters, share = std::clamp<int64_t>(uses / 32, 16, 256);
+    const int64_t a_chunk = ceil_div(p.sets, std::clamp<int64_t>(uses / share, 1, p.sets));
+    const int64_t chunks = ceil_div(p.sets, a_chunk), size = each.runs.size();
+    Scratch memory(sizeof(C) * size * kinds() * chunks);
+    if (!memory) return NS_NO_MEMORY;
+    C *partial = memory.as<C>();
+    parallel_for(chunks, threads, [&](int64_t chunk) {
+      C *dweight = partial + chunk * size * kinds(), *dbias = dweight + size;
+      std::memset(static_cast<void *>(dweight), 0, sizeof(C) * size * kinds());
+      const int64_t end = std::min(p.sets, (chunk + 1) * a_chunk);
+      for (int64_t i = chunk * a_chunk; i < end;) {
+        Offset set[kTogether];
+        Gradient<C> k[kTogether];
+        int n = 0;
+        for (; n < kTogether && i + n < end && (n == 0 || together); ++n) {
+          set[n] = p.kept.at(i + n);
+          if (set[n].p != set[0].p) break;
+          k[n] = gradient(set[n]);
+        }
+        for (int64_t b = cut.blocks; b-- > 0;) {
+          const Block block_ = cut.at(b);
+          const int64_t at = each.runs.at(set[0].p + p.erased.at(block_.first).p + block_.begin);
+          if (n == kTogether) {
+            block<kTogether>(set, k, block_, dweight + at, dbias + at);
+          } else {
+            for (int j = 0; j < n; ++j) block<1>(set + j, k + j, block_, dweight + at, dbias + at);
+          }
+        }
+        i += n;
+      }
+    });
+    if (grads) fold(partial, chunks, size);
+    return NS_DONE;
+  }
+
+  int by_blocks() {
+    Scratch memory(sizeof(Sums) * p.sets * cut.blocks + sizeof(Gradient<C>) * p.sets);
+    if (!memory) return NS_NO_MEMORY;
+    Sums *of_block = memory.as<Sums>();
+    Gradient<C> *of_set = reinterpret_cast<Gradient<C> *>(of_block + p.sets * cut.blocks);
+    const bool needed = F != kFixed && c.dx;
+    if (needed)
+      parallel_for(p.sets * cut.blocks, threads, [&](int64_t i) {
+        const Offset set = p.kept.at(i / cut.blocks);
+        of_block[i] = sums(set, cut.at(i % cut.blocks), this->scale_of(set.s));
+      });
+    parallel_for(p.sets, threads, [&](int64_t i) {
+      const Offset set = p.kept.at(i);
+      Sums g;
+      if (needed)
+        for (int64_t k = 0; k < cut.blocks; ++k) {
+          const Sums &block = of_block[i * cut.blocks + k];
+          g.dy += block.dy, g.dy_xhat += block.dy_xhat;
+        }
+      of_set[i] = this->gradient_of(set, this->scale_of(set.s), g);
+    });
+    return parallel_for(cut.blocks, threads, [&](int64_t task) {
+      const Block b = cut.at(cut.blocks - 1 - task);
+      alignas(64) C sums[2][kBlock + 64];
+      std::memset(static_cast<void *>(sums), 0, sizeof sums);
+      for (int64_t i = 0; i < p.sets;) {
+        Offset set[kTogether];
+        const int n = p.sets - i >= kTogether ? kTogether : 1;
+        for (int k = 0; k < n; ++k) set[k] = p.kept.at(i + k);
+        if (n == kTogether) {
+          block<kTogether>(set, of_set + i, b, sums[0], sums[1]);
+        } else {
+          block<1>(set, of_set + i, b, sums[0], sums[1]);
+        }
+        i += n;
+      }
+      const int64_t at = p.erased.at(b.first).p + b.begin;
+      if (c.dweight) put(c.dweight, at, b.size, sums[0], 1, 0, r.gain);
+      if (c.dbias) put(c.dbias, at, b.size, sums[1], 1, 0, 1);
+    });
+  }
+
+  void fold(const C *partial, int64_t chunks, int64_t size) const {
+    const int64_t step = chunks * size * kinds();
+    const Runs<T> &runs = each.runs;
+    const int64_t pieces = ceil_div(runs.inner, kBlock);
+    parallel_for(runs.runs * pieces, step < kSerial ? 1 : threads, [&](int64_t task) {
+      const int64_t run = task / pieces, begin = (task - run * pieces) * kBlock, n = std::min(kBlock, runs.inner - begin);
+      const C *from = partial + run * runs.pitch + begin;
+      const int64_t at = run * runs.inner + begin;
+      if (c.dweight) put(c.dweight, at, n, from, chunks, size * kinds(), r.gain);
+      if (c.dbias) put(c.dbias, at, n, from + size, chunks, size * kinds(), 1);
+    });
+  }
+
+  // n parameters' gradients from `at` on: gain times the sum over chunks, `step` apart.
+  void put(void *out, int64_t at, int64_t n, const C *from, int64_t chunks, int64_t step, double gain) const {
+    with_dtype(c.weight_dtype, [&](auto type) {
+      using S = decltype(type);
+      S *to = static_cast<S *>(out) + at;
+      for (int64_t i = 0; i < n; i += L::kPack) {
+        double total[L::kPack] = {};
+        for (int64_t k = 0; k < chunks; ++k)
+          for (int j = 0; j < L::kPack; ++j) total[j] += double(from[k * step + i + j]);
+        const int some = int(std::min<int64_t>(L::kPack, n - i));
+        for (int j = 0; j < some; ++j)
+          to[i + j] = Lanes<S>::make(static_cast<typename Lanes<S>::C>(gain * total[lane_of<T>(j)]));
+      }
+    });
+  }
+};
+
+// ---- entries
+
+template <class T, Form F>
+int rows_backward(const NsCall &c, const Problem &p) {
+  if (p.elements == 0) {
+    for (int64_t i = 0; i < p.parameters; ++i) {
+      if (c.dweight) put_at(c.dweight, c.weight_dtype, i, 0);
+      if (c.dbias) put_at(c.dbias, c.weight_dtype, i, 0);
+    }
+    return NS_DONE;
+  }
+  return p.inner_p ? EachFactor<T, F>(c, p).run() : OneFactor<T, F>(c, p).run();
+}
+
+template <class T>
+int rows_norm_backward(const NsCall &c, const Problem &p) {
+  return c.recipe.options & 1 ? rows_backward<T, kCentered>(c, p) : rows_backward<T, kScaled>(c, p);
+}
+
+template <class T>
+int rows_fixed_backward(const NsCall &c, const Problem &p) {
+  return rows_backward<T, kFixed>(c, p);
+}
+
+}  // namespace ns
