@@ -1,0 +1,123 @@
+"""torch.nn's normalizations, and recognized hand-written ones, become those of normscope.nn."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from normscope.doctor import arguments
+from normscope.doctor.refusals import clean_path, unwrap
+from normscope.errors import BadInput, told
+from normscope.reading.base import qualified_name
+from normscope.transforms.agreement import compare
+from normscope.transforms.report import SiteChange, TransformReport
+from normscope.transforms.swap import Replacement, replacement, swap
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class _Step:
+    path: str
+    """as ``named_modules`` of the model inside its wrappers gives it"""
+    by: Replacement | None
+    change: SiteChange
+
+
+def accelerate(
+    model: Model, sample: Any = None, *, inplace: bool = False, dry_run: bool = False
+) -> tuple[Model, TransformReport]:
+    """Replace normalizations by those of `normscope.nn`, which compute the same, faster and more exactly.
+
+    BatchNorm1d to 3d, InstanceNorm1d to 3d, LayerNorm, GroupNorm and RMSNorm of torch.nn, their subclasses that
+    override nothing that computes, and the hand-written norms of transformers that are proved to follow the convention
+    of Llama, T5, Gemma or Olmo 2. The modules stay the objects they are and change their class: state-dict keys,
+    parameters, buffers, hooks, flags, dtype, device, parametrizations, attributes and shared modules are as they were.
+    Everything else is left, and the report says why. Functional calls are not modules and stay as they are.
+
+    Args:
+        model: any module; one that is itself a norm, in training or not, compiled, data-parallel, a graph module.
+        sample: an input as for `normscope.check`: a tensor for ``model(x)``, a tuple for ``model(*args)``, a dict for
+            ``model(**kwargs)``. Outputs before and after are compared, in eval, and normalizing by the batch as in
+            train with dropout off; against each other, and both against a copy of the model in float64. Needs memory
+            for that copy besides the one below. No run leaves a trace in the model.
+        inplace: change ``model`` itself; its parameters stay the same objects, so an optimizer goes on. By default the
+            model is left alone and a deep copy is returned, which takes its memory once more.
+        dry_run: change nothing, return ``model`` and what would be done (with a sample: what was compared on a copy).
+
+    Returns the accelerated model, and a report: ``str(report)``, ``report.to_json()``, ``report.done``,
+    ``report.left``.
+
+    Raises:
+        BadInput: ``model`` is no module or cannot be copied, or the sample is no input.
+        ModelError: the model fails on the sample.
+        Deviation: outputs differ by more than the dtype allows: twice the error of the original, or 1e-5 of the
+            largest output (float32), 1e-10 (float64), 4 units of a half type, whichever is more. The text names the
+            first module; the model given is as it was.
+
+    >>> import torch, normscope
+    >>> model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU())
+    >>> faster, report = normscope.transforms.accelerate(model, torch.randn(4, 3))
+    >>> type(faster[1]).__module__, type(model[1]).__module__
+    ('normscope.nn.layer_norm', 'torch.nn.modules.normalization')
+    >>> list(faster.state_dict()) == list(model.state_dict()), len(report.done), report.left
+    (True, 1, ())
+    """
+    arguments.module(model)
+    steps = _plan(unwrap(model))
+    changes = tuple(step.change for step in steps)
+    if sample is None:
+        report = TransformReport("accelerate", changes, dry_run=dry_run)
+        if dry_run:
+            return model, report
+        return _swapped(model if inplace else _copied(model, "pass inplace=True"), steps), report
+    args, kwargs, _ = arguments.on_device(model, sample)
+    after = _swapped(_copied(model, "leave the sample out, and pass inplace=True"), steps)
+    specs = {step.path: step.by.written for step in steps if step.by}
+    agreements, notes = compare(unwrap(model), unwrap(after), specs, args or (), kwargs)
+    report = TransformReport("accelerate", changes, agreements, notes, dry_run)
+    if dry_run:
+        return model, report
+    return _swapped(model, steps) if inplace else after, report
+
+
+def _plan(model: nn.Module) -> list[_Step]:
+    """Each module that normalizes, in the order of ``named_modules``."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    steps = []
+    for module, (path, *others) in paths.items():
+        found = replacement(module)
+        if found is None:
+            continue
+        by, reason = (found, "") if isinstance(found, Replacement) else (None, found.reason)
+        change = SiteChange(
+            name=clean_path(path),
+            before=qualified_name(type(module)),
+            after=by.name if by else "",
+            reason=reason,
+            aliases=tuple(dict.fromkeys(clean_path(other) for other in others)),
+        )
+        steps.append(_Step(path, by, change))
+    return steps
+
+
+def _swapped(model: Model, steps: list[_Step]) -> Model:
+    modules = dict(unwrap(model).named_modules())
+    for step in steps:
+        if step.by is not None:
+            swap(modules[step.path], step.by)
+    return model
+
+
+def _copied(model: Model, instead: str) -> Model:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise BadInput(
+            f"{type(model).__name__} cannot be copied ({told(error)}); {instead} to change the model itself"
+        ) from error
