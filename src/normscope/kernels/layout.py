@@ -16,9 +16,10 @@ The kernels lower again in C++ (``native/lower.hpp``), so that a call costs no P
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from normscope.spec import NormSpec
 from normscope.spec.pattern import ELLIPSIS, Group, tokenize
@@ -52,6 +53,8 @@ class Call:
     """input dimensions that the parameters live on, whole"""
     unserved: str
     """why native kernels cannot serve it, or "" """
+    derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """what dispatch works out from it once"""
 
 
 @lru_cache(maxsize=4096)
