@@ -1,0 +1,237 @@
+// Columns: loops over lines, some columns wide. Arrays of one value a column (`about`, `scale`, ..) are compute values in
+// lane order, padded to whole packs.
+#pragma once
+#include <cstdint>
+
+#include "vec.hpp"
+
+namespace ns {
+namespace columns {
+
+template <class T>
+using Compute = typename Lanes<T>::C;
+template <class T>
+using PackOf = typename Lanes<T>::P;
+
+template <class T>
+NS_INLINE PackOf<T> every(Compute<T> value) {
+  const typename Lanes<T>::V v = value - typename Lanes<T>::V{};
+  return {v, v};
+}
+
+// How many elements of a pack there are.
+struct Whole {};
+struct Part {
+  int n;
+};
+template <class T>
+NS_INLINE PackOf<T> read(const T *p, Whole) {
+  return Lanes<T>::load(p);
+}
+template <class T>
+NS_INLINE PackOf<T> read(const T *p, Part part) {
+  return Lanes<T>::load_part(p, part.n, 0);
+}
+template <bool Stream, class T>
+NS_INLINE void write(T *p, PackOf<T> v, Whole) {
+  if constexpr (Stream) {
+    Lanes<T>::stream(p, v);
+  } else {
+    Lanes<T>::store(p, v);
+  }
+}
+template <bool Stream, class T>
+NS_INLINE void write(T *p, PackOf<T> v, Part part) {
+  Lanes<T>::store_part(p, v, part.n);
+}
+
+// One value a column.
+template <class T>
+NS_INLINE PackOf<T> get(const Compute<T> *p) {
+  using V = typename Lanes<T>::V;
+  return {load_raw<V>(p), load_raw<V>(p + Lanes<T>::kWide)};
+}
+template <class T>
+NS_INLINE void put(Compute<T> *p, PackOf<T> v) {
+  store_raw(p, v.a), store_raw(p + Lanes<T>::kWide, v.b);
+}
+
+// body(column, Whole or Part) for each pack of a line.
+template <class T, class Body>
+NS_INLINE void each_pack(int64_t width, Body &&body) {
+  constexpr int64_t pack = Lanes<T>::kPack;
+  int64_t j = 0;
+  for (; j + pack <= width; j += pack) body(j, Whole{});
+  if (j < width) body(j, Part{int(width - j)});
+}
+
+// body(first line, lines at once as a constant): arrays of one value a column are then read once for several lines.
+template <int At>
+struct Lines {
+  static constexpr int n = At;
+};
+template <class Body>
+NS_INLINE void several_lines(int64_t lines, Body &&body) {
+  int64_t l = 0;
+  for (; l + 4 <= lines; l += 4) body(l, Lines<4>{});
+  for (; l < lines; ++l) body(l, Lines<1>{});
+}
+
+// sum += x - about, squares += (x - about)^2; without Center about is 0 and only squares are summed.
+template <class T, bool Center>
+void add_moments(const T *x, int64_t stride, int64_t lines, int64_t width, const Compute<T> *about, Compute<T> *sum,
+                 Compute<T> *squares) {
+  several_lines(lines, [&](int64_t l, auto at) {
+    const T *line = x + l * stride;
+    each_pack<T>(width, [&](int64_t j, auto part) {
+      PackOf<T> q = get<T>(squares + j);
+      if constexpr (Center) {
+        const PackOf<T> from = get<T>(about + j);
+        PackOf<T> s = get<T>(sum + j);
+        for (int i = 0; i < at.n; ++i) {
+          const PackOf<T> d = read(line + i * stride + j, part) - from;
+          s = s + d, q = multiply_add(d, d, q);
+        }
+        put<T>(sum + j, s);
+      } else {
+        for (int i = 0; i < at.n; ++i) {
+          const PackOf<T> v = read(line + i * stride + j, part);
+          q = multiply_add(v, v, q);
+        }
+      }
+      put<T>(squares + j, q);
+    });
+  });
+}
+
+// Two tensors' lines.
+template <class T>
+struct Stretch {
+  const T *x;
+  T *y;
+  int64_t x_stride, y_stride, lines, width;
+};
+
+// y = (x - mean) * scale + shift
+template <class T, bool Stream>
+void apply(const Stretch<T> &at, const Compute<T> *mean, const Compute<T> *scale, const Compute<T> *shift) {
+  several_lines(at.lines, [&](int64_t l, auto n) {
+    each_pack<T>(at.width, [&](int64_t j, auto part) {
+      const PackOf<T> m = get<T>(mean + j), f = get<T>(scale + j), b = get<T>(shift + j);
+      for (int i = 0; i < n.n; ++i) {
+        const PackOf<T> v = read(at.x + (l + i) * at.x_stride + j, part) - m;
+        write<Stream>(at.y + (l + i) * at.y_stride + j, multiply_add(v, f, b), part);
+      }
+    });
+  });
+}
+
+// The factor and the bias of a pack.
+template <class T>
+struct Parameters {
+  PackOf<T> factor, bias;
+};
+
+// y = xhat * factor + bias with xhat = (x - mean) * scale + shift, rounded to T first with Round; parameters(line,
+// column) gives the packs of factor and bias.
+template <class T, bool Stream, bool Round, class F>
+void apply_parameters(const Stretch<T> &at, const Compute<T> *mean, const Compute<T> *scale, const Compute<T> *shift,
+                      F &&parameters) {
+  for (int64_t l = 0; l < at.lines; ++l) {
+    each_pack<T>(at.width, [&](int64_t j, auto part) {
+      PackOf<T> v = read(at.x + l * at.x_stride + j, part) - get<T>(mean + j);
+      v = multiply_add(v, get<T>(scale + j), get<T>(shift + j));
+      if constexpr (Round) v = Lanes<T>::round(v);
+      const Parameters<T> by = parameters(l, j);
+      write<Stream>(at.y + l * at.y_stride + j, multiply_add(v, by.factor, by.bias), part);
+    });
+  }
+}
+
+// sum = x + residual
+template <class T>
+void add(const T *x, const T *residual, T *sum, int64_t width) {
+  each_pack<T>(width, [&](int64_t j, auto part) {
+    write<false>(sum + j, read(x + j, part) + read(residual + j, part), part);
+  });
+}
+
+// Tensors' lines backwards: dy, dsum and dx have one stride.
+template <class T>
+struct BackStretch {
+  const T *x, *dy, *dsum;
+  T *dx;
+  int64_t x_stride, y_stride, lines, width;
+};
+
+// sum += dy, product += dy * (x - mean)
+template <class T>
+void add_products(const BackStretch<T> &at, const Compute<T> *mean, Compute<T> *sum, Compute<T> *product) {
+  several_lines(at.lines, [&](int64_t l, auto n) {
+    each_pack<T>(at.width, [&](int64_t j, auto part) {
+      const PackOf<T> m = get<T>(mean + j);
+      PackOf<T> s = get<T>(sum + j), q = get<T>(product + j);
+      for (int i = 0; i < n.n; ++i) {
+        const PackOf<T> g = read(at.dy + (l + i) * at.y_stride + j, part);
+        s = s + g;
+        q = multiply_add(g, read(at.x + (l + i) * at.x_stride + j, part) - m, q);
+      }
+      put<T>(sum + j, s), put<T>(product + j, q);
+    });
+  });
+}
+
+// The same with g = factor * dy and xhat = (x - mean) * scale + shift in place of dy and x - mean, the factor one of each
+// line; and for each line the sums over its columns of dy and dy * xhat.
+template <class T>
+void add_products_lines(const BackStretch<T> &at, const Compute<T> *mean, const Compute<T> *scale,
+                        const Compute<T> *shift, const Compute<T> *factor, Compute<T> *sum, Compute<T> *product,
+                        double *line_sum, double *line_product) {
+  for (int64_t l = 0; l < at.lines; ++l) {
+    const PackOf<T> f = every<T>(factor[l]);
+    PackOf<T> over = every<T>(0), over_product = every<T>(0);
+    each_pack<T>(at.width, [&](int64_t j, auto part) {
+      const PackOf<T> g = read(at.dy + l * at.y_stride + j, part);
+      PackOf<T> v = read(at.x + l * at.x_stride + j, part) - get<T>(mean + j);
+      v = multiply_add(v, get<T>(scale + j), get<T>(shift + j));
+      over = over + g, over_product = multiply_add(g, v, over_product);
+      const PackOf<T> fg = f * g;
+      put<T>(sum + j, get<T>(sum + j) + fg);
+      put<T>(product + j, multiply_add(fg, v, get<T>(product + j)));
+    });
+    line_sum[l] += sum_lanes(over.a) + sum_lanes(over.b);
+    line_product[l] += sum_lanes(over_product.a) + sum_lanes(over_product.b);
+  }
+}
+
+// dx = dy * slope + (x - mean) * curve + level + dsum, dy times a factor first that factors(line) gives.
+template <class T, bool Stream, bool Sum, class F>
+void apply_back(const BackStretch<T> &at, const Compute<T> *mean, const Compute<T> *slope, const Compute<T> *curve,
+                const Compute<T> *level, F &&factors) {
+  several_lines(at.lines, [&](int64_t l, auto n) {
+    each_pack<T>(at.width, [&](int64_t j, auto part) {
+      const PackOf<T> m = get<T>(mean + j), a = get<T>(slope + j), b = get<T>(curve + j), c = get<T>(level + j);
+      for (int i = 0; i < n.n; ++i) {
+        const PackOf<T> g = factors(l + i, read(at.dy + (l + i) * at.y_stride + j, part));
+        PackOf<T> d = multiply_add(read(at.x + (l + i) * at.x_stride + j, part) - m, b, c);
+        if constexpr (Sum) d = d + read(at.dsum + (l + i) * at.y_stride + j, part);
+        write<Stream>(at.dx + (l + i) * at.y_stride + j, multiply_add(g, a, d), part);
+      }
+    });
+  });
+}
+
+// dx = dy * slope + dsum, as above.
+template <class T, bool Sum, class F>
+void apply_back_fixed(const BackStretch<T> &at, const Compute<T> *slope, F &&factors) {
+  for (int64_t l = 0; l < at.lines; ++l) {
+    each_pack<T>(at.width, [&](int64_t j, auto part) {
+      PackOf<T> d = factors(l, read(at.dy + l * at.y_stride + j, part)) * get<T>(slope + j);
+      if constexpr (Sum) d = d + read(at.dsum + l * at.y_stride + j, part);
+      write<false>(at.dx + l * at.y_stride + j, d, part);
+    });
+  }
+}
+
+}  // namespace columns
+}  // namespace ns

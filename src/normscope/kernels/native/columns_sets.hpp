@@ -1,0 +1,329 @@
+// Columns: from sums over the lines to statistic sets, and from those back to one value a column. All in double.
+//
+// Values of columns stand in lane order ("slots", relative to their span). Sets stand in slots too where each column is a
+// set, in their own order otherwise: `Context::place`.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "columns_lines.hpp"
+#include "columns_plan.hpp"
+#include "normscope.h"
+#include "parallel.hpp"
+#include "recipe.hpp"
+#include "vec.hpp"
+
+namespace ns {
+namespace columns {
+
+using Span = Plan::Span;
+
+template <class T>
+NS_INLINE int64_t slot(int64_t column) {
+  constexpr int64_t pack = Lanes<T>::kPack;
+  return column / pack * pack + lane_of<T>(int(column % pack));
+}
+
+// Arrays one behind the other in one piece of scratch memory.
+class Arrays {
+ public:
+  explicit Arrays(int64_t bytes) : memory_(std::size_t(bytes)), next_(memory_.as<char>()) {}
+  explicit operator bool() const { return bool(memory_); }
+  template <class V>
+  V *take(int64_t n) {
+    V *array = reinterpret_cast<V *>(next_);
+    next_ += ceil_div(n * int64_t(sizeof(V)), 64) * 64;
+    return array;
+  }
+
+ private:
+  Scratch memory_;
+  char *next_;
+};
+
+// What all tasks of a call share.
+template <class T>
+struct Context {
+  using C = Compute<T>;
+  const NsCall &c;
+  const Plan p;
+  const Recipe r;
+  Arrays memory;
+  int32_t *set_of = nullptr;  // of each slot, where columns are not apart
+  C *factors, *biases;        // per family: of each slot, or of each line
+
+  Context(const NsCall &call, const Problem &problem)
+      : c(call),
+        p(call, problem, Lanes<T>::kPack, sizeof(T)),
+        r(call.recipe, problem),
+        memory(2 * (p.families * parameters() * int64_t(sizeof(C)) + 64) + p.padded * 4 + 64) {
+    if (!memory) return;
+    factors = memory.template take<C>(p.families * parameters());
+    biases = memory.template take<C>(p.families * parameters());
+    if (!p.apart) {
+      set_of = memory.template take<int32_t>(p.padded);
+      std::fill(set_of, set_of + p.padded, 0);
+      p.each_column([&](int64_t j, int64_t set, int64_t) { set_of[slot<T>(j)] = int32_t(set); });
+    }
+    parallel_for(p.families, p.threads, [&](int64_t family) { convert_parameters(family); });
+  }
+
+  int64_t parameters() const { return p.line_parameters ? p.lines : p.padded; }
+  const C *factor(int64_t outer) const { return factors + outer / p.per_family * parameters(); }
+  const C *bias(int64_t outer) const { return biases + outer / p.per_family * parameters(); }
+
+  // Sets of a span, and where those of its columns are.
+  int64_t sets(const Span &s) const { return p.apart ? s.padded : p.sets; }
+  int64_t first_set(const Span &s) const { return p.apart ? s.begin : 0; }
+  int64_t real_sets(const Span &s) const { return p.apart ? s.width : p.sets; }
+  NS_INLINE int64_t place(int64_t set) const { return p.apart ? slot<T>(set) : set; }
+
+  // Where the statistics of a span's sets are: f(place, index in the arrays of statistics).
+  template <class F>
+  NS_INLINE void each_set(const Offset &at, const Span &s, F &&f) const {
+    const int64_t n = real_sets(s), first = at.s + first_set(s) * p.p.group_s;
+    if (p.p.group_s == 1 && (!p.apart || !Lanes<T>::kSplit)) {
+      for (int64_t i = 0; i < n; ++i) f(i, first + i);
+    } else {
+      for (int64_t i = 0; i < n; ++i) f(place(i), first + i * p.p.group_s);
+    }
+  }
+
+ private:
+  void convert_parameters(int64_t family) {
+    const int64_t at = p.p.kept.at(family * p.per_family).p;
+    C *factor = factors + family * parameters(), *bias = biases + family * parameters();
+    if (p.line_parameters) {
+      p.stretches(0, p.lines, [&](const Offset &o, int64_t line, int64_t n, const Loop &loop) {
+        for (int64_t i = 0; i < n; ++i) {
+          factor[line + i] = factor_at<C>(c, r, at + o.p + i * loop.p);
+          bias[line + i] = bias_at<C>(c, at + o.p + i * loop.p);
+        }
+      });
+    } else {
+      std::fill(factor, factor + p.padded, C(0)), std::fill(bias, bias + p.padded, C(0));
+      p.each_column([&](int64_t j, int64_t, int64_t parameter) {
+        factor[slot<T>(j)] = factor_at<C>(c, r, at + parameter);
+        bias[slot<T>(j)] = bias_at<C>(c, at + parameter);
+      });
+    }
+  }
+};
+
+// Per column: mean (as a sum of two values), and the sum of squares about it; about 0 where not centered.
+struct Moments {
+  double *mean, *low, *squares;
+  static Moments in(double *memory, int64_t padded) { return {memory, memory + padded, memory + 2 * padded}; }
+};
+
+// Joins the moments of nb lines to those of na.
+NS_INLINE void merge(bool center, double na, const Moments &a, double nb, const Moments &b, int64_t padded) {
+  const double part = nb / (na + nb), weight = na * part;
+  if (center) {
+    for (int64_t i = 0; i < padded; ++i) {
+      const double delta = (b.mean[i] - a.mean[i]) + (b.low[i] - a.low[i]);
+      a.low[i] += delta * part;
+      a.squares[i] += b.squares[i] + delta * delta * weight;
+    }
+  } else {
+    for (int64_t i = 0; i < padded; ++i) a.squares[i] += b.squares[i];
+  }
+}
+
+// Moments of the columns of some lines. Blocks of lines are summed in compute values about the mean so far, and joined
+// in double: the squares about a mean of lines of the same set never exceed a few times those about the final mean, so
+// nothing cancels, whatever the level of the data. The first block is short, and about the first line.
+template <class T, bool Center>
+void moments_of(const Plan &p, const T *x, int64_t begin, int64_t end, const Span &s, const Moments &out,
+                Compute<T> *work) {
+  using C = Compute<T>;
+  constexpr int64_t first = 8, later = 64;
+  C *about = work, *sum = work + s.padded, *squares = work + 2 * s.padded;
+  double n = 0;
+  int64_t filled = 0, room = first;
+  const auto clear = [&] { std::fill(sum, sum + 2 * s.padded, C(0)); };
+  const auto flush = [&] {
+    const double m = double(filled), part = m / (n + m), weight = n * part;
+    if (Center && n == 0) {
+      for (int64_t i = 0; i < s.padded; ++i) {
+        const double low = double(sum[i]) / m;
+        out.mean[i] = double(about[i]), out.low[i] = low;
+        out.squares[i] = double(squares[i]) - double(sum[i]) * low;
+        about[i] = C(out.mean[i] + low);
+      }
+    } else if (Center) {
+      for (int64_t i = 0; i < s.padded; ++i) {
+        const double low = double(sum[i]) / m;
+        const double delta = (double(about[i]) - out.mean[i]) + (low - out.low[i]);
+        out.low[i] += delta * part;
+        out.squares[i] += (double(squares[i]) - double(sum[i]) * low) + delta * delta * weight;
+        about[i] = C(out.mean[i] + out.low[i]);
+      }
+    } else {
+      for (int64_t i = 0; i < s.padded; ++i) out.squares[i] = (n == 0 ? 0 : out.squares[i]) + double(squares[i]);
+    }
+    clear();
+    n += m, filled = 0, room = later;
+  };
+  clear();
+  p.stretches(begin, end, [&](const Offset &o, int64_t, int64_t lines, const Loop &loop) {
+    const T *line = x + o.x + s.begin;
+    if (Center && n == 0 && filled == 0)
+      each_pack<T>(s.width, [&](int64_t j, auto part) { put<T>(about + j, read(line + j, part)); });
+    while (lines > 0) {
+      const int64_t take = std::min(lines, room - filled);
+      add_moments<T, Center>(line, loop.x, take, s.width, about, sum, squares);
+      filled += take, lines -= take, line += take * loop.x;
+      if (filled == room) flush();
+    }
+  });
+  if (filled) flush();
+}
+
+// Per set: the mean as high + low, 1 / D, and how much D moves with the deviation (backwards only).
+template <class T>
+struct Sets {
+  Compute<T> *high, *low;
+  double *inverse, *motion;
+
+  static int64_t bytes(int64_t n) { return n * (2 * sizeof(Compute<T>) + 16) + 4 * 64; }
+  Sets(Arrays &memory, int64_t n)
+      : high(memory.take<Compute<T>>(n)),
+        low(memory.take<Compute<T>>(n)),
+        inverse(memory.take<double>(n)),
+        motion(memory.take<double>(n)) {}
+
+  void mean(int64_t i, double a, double b) {
+    const Compute<T> h = Compute<T>(a + b);
+    high[i] = h, low[i] = Compute<T>((a - double(h)) + b);
+  }
+};
+
+// From the moments of all lines of a span; `rest` is where the rest of the lines starts. Leaves roots in `motion`.
+template <class T>
+void join_columns(const Context<T> &x, const Span &s, const Moments &m, const T *rest, Sets<T> &sets) {
+  const Plan &p = x.p;
+  const double lines = double(p.lines);
+  if (p.apart) {
+    for (int64_t i = 0; i < s.padded; ++i) {
+      if (x.r.center) {
+        sets.mean(i, m.mean[i], m.low[i]);
+      } else {
+        sets.mean(i, 0, 0);
+      }
+      sets.motion[i] = m.squares[i];
+    }
+  } else {
+    const auto each = [&](int64_t set, auto column, auto single) {
+      for (int64_t k = 0; k < p.fold; ++k)
+        for (int64_t i = 0, j = k * (p.columns / p.fold) + set * p.p.merge; i < p.p.merge; ++i, ++j) {
+          column(slot<T>(j));
+          if (j < p.rest) single(double(Lanes<T>::value(rest[j])));
+        }
+    };
+    for (int64_t set = 0; set < p.sets; ++set) {
+      double squares = 0;
+      if (x.r.center) {
+        // Two passes about the mean of the first column.
+        const double pivot = m.mean[slot<T>(set * p.p.merge)];
+        double delta = 0;
+        each(set, [&](int64_t i) { delta += lines * ((m.mean[i] - pivot) + m.low[i]); },
+             [&](double v) { delta += v - pivot; });
+        delta /= x.r.n;
+        each(set,
+             [&](int64_t i) {
+               const double d = ((m.mean[i] - pivot) + m.low[i]) - delta;
+               squares += m.squares[i] + lines * d * d;
+             },
+             [&](double v) { squares += ((v - pivot) - delta) * ((v - pivot) - delta); });
+        sets.mean(set, pivot, delta);
+      } else {
+        each(set, [&](int64_t i) { squares += m.squares[i]; }, [&](double v) { squares += v * v; });
+        sets.mean(set, 0, 0);
+      }
+      sets.motion[set] = squares;
+    }
+  }
+  const int64_t n = x.sets(s);
+  for (int64_t i = 0; i < n; ++i) {
+    const double squares = sets.motion[i];
+    sets.motion[i] = x.r.root(squares < 0 ? 0 : squares);  // rounding; a NaN stays one
+  }
+  for (int64_t i = 0; i < n; ++i) sets.inverse[i] = x.r.inverse(sets.motion[i]);
+}
+
+template <class T>
+void put_statistics(const Context<T> &x, const Offset &at, const Span &s, const Sets<T> &sets) {
+  Compute<T> *out = (Compute<T> *)x.c.stats;
+  if (!out) return;
+  if (x.r.center) {
+    x.each_set(at, s, [&](int64_t i, int64_t k) { out[k] = sets.high[i]; });
+    x.each_set(at, s, [&](int64_t i, int64_t k) { out[x.p.p.sets + k] = sets.low[i]; });
+    out += 2 * x.p.p.sets;
+  }
+  x.each_set(at, s, [&](int64_t i, int64_t k) { out[k] = Compute<T>(sets.motion[i]); });
+}
+
+template <class T>
+void get_statistics(const Context<T> &x, const Offset &at, const Span &s, Sets<T> &sets) {
+  const Compute<T> *in = (const Compute<T> *)x.c.stats;
+  const int64_t n = x.sets(s);
+  for (int64_t i = 0; i < n; ++i) sets.high[i] = sets.low[i] = 0, sets.motion[i] = 0;
+  if (x.r.center) {
+    x.each_set(at, s, [&](int64_t i, int64_t k) { sets.high[i] = in[k]; });
+    x.each_set(at, s, [&](int64_t i, int64_t k) { sets.low[i] = in[x.p.p.sets + k]; });
+    in += 2 * x.p.p.sets;
+  }
+  x.each_set(at, s, [&](int64_t i, int64_t k) { sets.motion[i] = double(in[k]); });
+  for (int64_t i = 0; i < n; ++i) sets.inverse[i] = x.r.inverse(sets.motion[i]);
+  for (int64_t i = 0; i < n; ++i) sets.motion[i] = x.r.motion(sets.motion[i]);
+  for (int64_t i = x.real_sets(s); i < n; ++i) sets.inverse[x.place(i)] = 0;  // beyond the columns: must not make a NaN
+}
+
+// The statistics that a call normalizes by, where they are not its own.
+template <class T>
+void get_stored(const Context<T> &x, const Offset &at, const Span &s, Sets<T> &sets) {
+  for (int64_t i = 0; i < x.sets(s); ++i) sets.mean(i, 0, 0), sets.inverse[i] = 0;
+  x.each_set(at, s, [&](int64_t i, int64_t k) {
+    if (x.r.center && x.c.mean) sets.mean(i, value_at(x.c.mean, x.c.stored_dtype, k), 0);
+    sets.inverse[i] = x.r.inverse_of_variance(value_at(x.c.var, x.c.stored_dtype, k));
+  });
+}
+
+// f(slot, place of its set) for each slot of a span.
+template <class T, class F>
+NS_INLINE void each_slot(const Context<T> &x, const Span &s, F &&f) {
+  if (x.p.apart) {
+    for (int64_t i = 0; i < s.padded; ++i) f(i, i);
+  } else {
+    for (int64_t i = 0; i < s.padded; ++i) f(i, int64_t(x.set_of[s.begin + i]));
+  }
+}
+
+// One value a column: y = (x - mean) * scale + shift, or with a factor of 1 and no bias, xhat.
+template <class T>
+struct Affine {
+  Compute<T> *mean, *scale, *shift;
+  static Affine in(Compute<T> *memory, int64_t pitch) { return {memory, memory + pitch, memory + 2 * pitch}; }
+};
+
+template <class T>
+void spread(const Context<T> &x, int64_t outer, const Span &s, const Sets<T> &sets, bool parameters, Affine<T> out) {
+  using C = Compute<T>;
+  each_slot(x, s, [&](int64_t i, int64_t set) { out.mean[i] = sets.high[set]; });
+  if (parameters) {
+    const C *factor = x.factor(outer) + s.begin, *bias = x.bias(outer) + s.begin;
+    each_slot(x, s, [&](int64_t i, int64_t set) {
+      const double scale = sets.inverse[set] * double(factor[i]);
+      out.scale[i] = C(scale), out.shift[i] = C(double(bias[i]) - double(sets.low[set]) * scale);
+    });
+  } else {
+    each_slot(x, s, [&](int64_t i, int64_t set) {
+      out.scale[i] = C(sets.inverse[set]);
+      out.shift[i] = C(-double(sets.low[set]) * sets.inverse[set]);
+    });
+  }
+}
+
+}  // namespace columns
+}  // namespace ns
