@@ -20,6 +20,7 @@ _HOME = {
     "reference": "",
     "verify": "",
     "functional": "",
+    "nn": "",
     "normalize": "normscope.functional",
     "spec_of": "normscope.reading",
     "RunningState": "normscope.spec",
@@ -32,6 +33,7 @@ _HOME = {
 
 if TYPE_CHECKING:
     from normscope import functional as functional
+    from normscope import nn as nn
     from normscope import reference as reference
     from normscope import spec as spec
     from normscope import transforms as transforms

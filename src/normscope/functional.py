@@ -260,8 +260,11 @@ def batch_norm(
             eps=eps,
         )
     call = None
-    if by_channel(input, weight, bias, running_mean, running_var) and states(
-        running_mean, running_var, training
+    # statistics may be float32 beside half parameters, which torch does not allow
+    if (
+        by_channel(input, weight, bias)
+        and by_channel(input, running_mean, running_var)
+        and states(running_mean, running_var, training)
     ):
         call = recipe("batch", input.dim(), 0, eps)
         if call is not None and ((eps <= 0 or input.numel() == input.shape[1]) if training else eps < 0):
@@ -310,8 +313,11 @@ def instance_norm(
             eps=eps,
         )
     call = None
-    if by_channel(input, weight, bias, running_mean, running_var) and states(
-        running_mean, running_var, use_input_stats
+    # statistics may be float32 beside half parameters, which torch does not allow
+    if (
+        by_channel(input, weight, bias)
+        and by_channel(input, running_mean, running_var)
+        and states(running_mean, running_var, use_input_stats)
     ):
         samples, channels = input.shape[:2]
         if input.dim() > 2 and (not use_input_stats or input.numel() > samples * channels):

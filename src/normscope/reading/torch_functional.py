@@ -50,7 +50,9 @@ ONE_NAME = {
 
 
 @dataclass(frozen=True)
-class _Function:
+class Function:
+    """A function of a kind of normalization, and how its arguments are called."""
+
     label: str
     kind: str
     names: tuple[str, ...]
@@ -68,8 +70,11 @@ class _Function:
 
 def _read_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallReading | None:
     function = _functions().get(func)
-    if function is None:
-        return None
+    return None if function is None else read_as(function, args, kwargs)
+
+
+def read_as(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallReading | None:
+    """What a call of a function with these arguments normalizes."""
     named = function.arguments(args, kwargs)
     names = ("weight", "bias", "running_mean", "running_var")
     tensors = {name: named[name] for name in names if named.get(name) is not None}
@@ -81,19 +86,17 @@ def _read_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
 
 
 @cache
-def _functions() -> dict[Any, _Function]:
+def _functions() -> dict[Any, Function]:
     return dict(_listed())
 
 
-def _listed() -> Iterator[tuple[Any, _Function]]:
+def _listed() -> Iterator[tuple[Any, Function]]:
     import torch
     from torch.nn import functional
 
     for name in FUNCTIONAL:
         function = getattr(functional, name)
-        parameters = inspect.signature(function).parameters
-        defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
-        yield function, _Function(f"F.{name}", name, tuple(parameters), defaults)
+        yield function, written_in_python(function, f"F.{name}", name)
     for name, (kind, training) in OPERATORS.items():
         packet = getattr(torch.ops.aten, name, None)
         if packet is None:  # not in this torch
@@ -103,9 +106,15 @@ def _listed() -> Iterator[tuple[Any, _Function]]:
             arguments = operator._schema.arguments
             defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
             names = tuple(a.name for a in arguments if not a.kwarg_only)
-            yield operator, _Function(f"aten.{name}", kind, names, defaults, training)
+            yield operator, Function(f"aten.{name}", kind, names, defaults, training)
             if overload == "default" and hasattr(torch, name):
-                yield getattr(torch, name), _Function(f"torch.{name}", kind, names, defaults, training)
+                yield getattr(torch, name), Function(f"torch.{name}", kind, names, defaults, training)
+
+
+def written_in_python(function: Callable[..., Any], label: str, kind: str) -> Function:
+    parameters = inspect.signature(function).parameters
+    defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
+    return Function(label, kind, tuple(parameters), defaults)
 
 
 _Found = tuple[NormSpec, str]

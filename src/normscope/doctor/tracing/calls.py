@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from normscope.doctor.tracing.ops import op_name
 from normscope.doctor.tracing.paths import Frame, ModuleNames, ModuleStack
 from normscope.doctor.tracing.readings import ModuleReading
+from normscope.doctor.tracing.residual import taken_apart
 from normscope.reading import read_call
 
 if TYPE_CHECKING:
@@ -153,6 +154,11 @@ class NormCalls:
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one torch function, and follow it."""
+        parts = taken_apart(func, args, kwargs)
+        if parts is not None:
+            (add, summands), (norm, given, keywords) = parts
+            total = self.called(add, summands, {})
+            return self.called(norm, (total, *given), keywords), total
         name = op_name(func)
         reading = read_call(func, args, kwargs) if "norm" in name else None
         if reading is None:

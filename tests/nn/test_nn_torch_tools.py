@@ -1,0 +1,104 @@
+"""Tools of torch that know its norms by class know ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import normscope.nn as own
+
+
+def test_convert_sync_batchnorm_takes_ours_along():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), own.BatchNorm2d(4))
+    model[1].running_mean.fill_(2.0)
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert type(synced[1]) is nn.SyncBatchNorm
+    assert torch.equal(synced[1].running_mean, torch.full((4,), 2.0))
+
+
+def test_fuse_conv_bn():
+    conv, norm = nn.Conv2d(3, 4, 1).eval(), own.BatchNorm2d(4).eval()
+    norm.running_mean.fill_(0.5)
+    norm.running_var.fill_(2.0)
+    x = torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(nn.utils.fuse_conv_bn_eval(conv, norm)(x), norm(conv(x)), rtol=1e-5, atol=1e-5)
+
+
+def test_weight_decay_filters_by_class_find_every_parameter():
+    norms = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    model = nn.Sequential(
+        own.BatchNorm2d(4),
+        own.LayerNorm(4),
+        own.ChannelsFirstLayerNorm(4),
+        own.GroupNorm(2, 4),
+        own.RMSNorm(4),
+    )
+    assert all(isinstance(module, norms) for module in model)
+
+
+def test_update_bn():
+    model = nn.Sequential(own.BatchNorm1d(2))
+    batches = [torch.randn(8, 2) + 3 for _ in range(4)]
+    torch.optim.swa_utils.update_bn(batches, model)
+    torch.testing.assert_close(model[0].running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
+    assert model[0].num_batches_tracked == 4
+    assert model[0].momentum == 0.1
+
+
+def test_parametrized_weight():
+    class Positive(nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return w.abs()
+
+    norm = own.LayerNorm(4)
+    with torch.no_grad():
+        norm.weight.fill_(-2.0)
+    x = torch.randn(3, 4)
+    plain = norm(x)
+    parametrize.register_parametrization(norm, "weight", Positive())
+    torch.testing.assert_close(norm(x) - norm.bias, norm.bias - plain)
+
+
+def test_functional_call():
+    norm = own.LayerNorm(4)
+    x = torch.randn(3, 4)
+    y = torch.func.functional_call(norm, {"weight": torch.full((4,), 3.0), "bias": torch.zeros(4)}, (x,))
+    torch.testing.assert_close(y, 3 * norm(x))
+
+
+@pytest.mark.parametrize(
+    "norm", [own.LayerNorm(6), own.RMSNorm(6), own.RMSNorm(6, convention="gemma")], ids=repr
+)
+def test_per_sample_gradients(norm):
+    x = torch.randn(5, 6)
+    parameters = dict(norm.named_parameters())
+
+    def loss(p, row):
+        return torch.func.functional_call(norm, p, (row[None],)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i in range(5):
+        alone = torch.func.grad(loss)(parameters, x[i])
+        for name in parameters:
+            torch.testing.assert_close(found[name][i], alone[name])
+
+
+def test_torch_nn_transformer_layer_takes_ours():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    x = torch.randn(2, 3, 8)
+    wanted = layer(x)
+    for name in ("norm1", "norm2"):
+        ours = own.LayerNorm(8)
+        ours.load_state_dict(getattr(layer, name).state_dict())
+        setattr(layer, name, ours)
+    torch.testing.assert_close(layer(x), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), wanted)
+
+
+def test_names_are_there_and_others_are_not():
+    assert dir(own) == sorted(own.__all__)
+    with pytest.raises(AttributeError, match=r"module 'normscope\.nn' has no attribute 'Norm'"):
+        _ = own.Norm
