@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-import normscope
-from normscope import functional
+from normscope import functional, kernels
 from normscope.bench import alternate
 
 SHAPE = (768,)
@@ -30,7 +29,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(normscope.kernels.status())
+    print(kernels.status())
     print(f"\n{'1x768':<36}{'torch, us':>10}{'ours, us':>10}{'ours/torch':>12}{'kept':>10}")
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
