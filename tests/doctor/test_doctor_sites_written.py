@@ -347,7 +347,7 @@ def test_every_norm_of_a_real_language_model_is_found(
     with Session(model) as session:
         sites = find_sites(session, (), {"input_ids": torch.arange(16).view(2, 8)})
     assert len(sites) == norms
-    assert {s.kind for s in sites} == {"hand-written"}
+    assert {(s.kind, s.spec and s.spec.eps) for s in sites} == {("module", 1e-6)}  # read as what they compute
     assert {s.expected_eps for s in sites} == {1e-6}
     assert {s.name for s in sites} == {
         n for n, m in model.named_modules() if type(m).__name__.endswith("RMSNorm")
@@ -359,4 +359,4 @@ def test_every_norm_of_t5_is_found() -> None:
     settings = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=50)
     with Session(transformers.T5EncoderModel(settings)) as session:
         sites = find_sites(session, (), {"input_ids": torch.arange(16).view(2, 8)})
-    assert [(s.kind, s.expected_eps) for s in sites] == [("hand-written", 1e-6)] * 5
+    assert [(s.kind, s.expected_eps) for s in sites] == [("module", 1e-6)] * 5

@@ -35,7 +35,8 @@ def accelerate(
     BatchNorm1d to 3d, InstanceNorm1d to 3d, LayerNorm, GroupNorm and RMSNorm of torch.nn, their subclasses that
     override nothing that computes, and the hand-written norms of transformers that are proved to follow the convention
     of Llama, T5, Gemma or Olmo 2. The modules stay the objects they are and change their class: state-dict keys,
-    parameters, buffers, hooks, flags, dtype, device, parametrizations, attributes and shared modules are as they were.
+    parameters, buffers, hooks, flags, dtype, device, parametrizations, attributes and shared modules are as they were
+    (a hand-written norm reads ``eps`` from then on; its ``variance_epsilon`` stays, and is no longer read).
     Everything else is left, and the report says why. Functional calls are not modules and stay as they are.
 
     Args:
@@ -54,6 +55,7 @@ def accelerate(
     Raises:
         BadInput: ``model`` is no module or cannot be copied, or the sample is no input.
         ModelError: the model fails on the sample.
+        Refused: a sample was given, and the model has lazy or meta parameters or is sharded by FSDP.
         Deviation: outputs differ by more than the dtype allows: twice the error of the original, or 1e-5 of the
             largest output (float32), 1e-10 (float64), 4 units of a half type, whichever is more. The text names the
             first module; the model given is as it was.

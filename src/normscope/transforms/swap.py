@@ -48,7 +48,7 @@ class Replacement:
     name: str
     """of the class, for people"""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """what the class reads and the module does not have yet"""
+    """what the class reads and the module may not have yet"""
     written: NormSpec | None = None
     """what a norm written by hand computes"""
 
@@ -82,8 +82,7 @@ def replacement(module: nn.Module) -> Replacement | Left | None:
 
 def swap(module: nn.Module, by: Replacement) -> None:
     """Make the module a layer of normscope.nn."""
-    for name, value in by.attributes.items():
-        vars(module).setdefault(name, value)
+    vars(module).update(by.attributes)
     module.__class__ = by.cls
 
 
@@ -118,6 +117,9 @@ def _written(module: nn.Module, found: Reading, by: Written) -> Replacement | Le
     except BadInput as error:
         return Left(str(error))
     attributes = {name: value for name, value in vars(made).items() if name not in vars(nn.Module())}
+    clash = next((n for n, value in attributes.items() if vars(module).get(n, value) != value), "")
+    if clash:
+        return Left(f"has an attribute {clash} of its own, which normscope.nn.RMSNorm would read otherwise")
     cls = _class(module, type(module), home, own.RMSNorm)
     if isinstance(cls, Left):
         return cls
@@ -136,12 +138,9 @@ def _class(module: nn.Module, cls: Any, home: type, ours: Any) -> Any:
                 k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__", "__doc__")
             }
             return base if isinstance(base, Left) else type(cls.__name__, (base,), properties)
-        joined = _joined(cls, ours)
+        return _joined(cls, ours)
     except TypeError as error:
         return Left(f"its class cannot be joined with {qualified_name_of(ours)} ({error})")
-    if joined.__basicsize__ != cls.__basicsize__:
-        return Left("its class has __slots__, so its objects cannot change their class")
-    return joined
 
 
 @cache
