@@ -288,7 +288,9 @@ def _own(x: Tensor, weight: Tensor | None, call: Call) -> str:
         # all but batch and instance norm want the weight in the input's dtype there
         mixed = weight is not None and weight.dtype != x.dtype
         return "" if mixed and own in ("layer", "rms", "group") else own
-    if torch.onnx.is_in_onnx_export() or (not is_compiling() and tracing()):
+    if torch.onnx.is_in_onnx_export():
+        return "" if own == "rms" else own  # PyTorch's exporter does not know its own
+    if not is_compiling() and tracing():
         return own
     if x.dtype not in DTYPES:  # it says what is wrong with that
         return own
