@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from normscope.bench.timing import BLOCK_CALLS, ROUNDS, alternate, rotated, undisturbed
+from normscope.bench.timing import ATTEMPTS, BLOCK_CALLS, ROUNDS, alternate, rotated, undisturbed
 
 
 class Clock:
@@ -28,6 +28,11 @@ class Clock:
         return call
 
 
+def never() -> int:
+    """No interruptions, whatever the machine that runs the test does."""
+    return 0
+
+
 def blocks(calls):
     """Who ran, each run of calls of one contender once."""
     return [name for at, name in enumerate(calls) if at == 0 or calls[at - 1] != name]
@@ -39,7 +44,7 @@ def test_median_of_long_calls():
     # and none untimed before a block. Then rounds of 1, 9, 1, 9, 1, 1, 1 seconds: the median is 1.
     ours = clock.contender("ours", 1, 1, 1, 9, 1, 9, 1)
     copy = clock.contender("copy", 1)
-    timing = alternate({"ours": ours, "copy": copy}, seconds=0.5, clock=clock)
+    timing = alternate({"ours": ours, "copy": copy}, seconds=0.5, clock=clock, interrupted=never)
     assert timing.seconds == {"ours": 1, "copy": 1}
     assert (timing.rounds, timing.kept) == (ROUNDS, ROUNDS)
 
@@ -50,7 +55,7 @@ def test_a_disturbed_round_counts_for_nobody():
     slow, quiet = [2.0] * 4, [1.0] * 20
     copy = clock.contender("copy", 1, 1, *slow, *quiet)
     ours = clock.contender("ours", 3, 3, *(3 * s for s in slow), 3)
-    timing = alternate({"copy": copy, "ours": ours}, seconds=0.5, clock=clock)
+    timing = alternate({"copy": copy, "ours": ours}, seconds=0.5, clock=clock, interrupted=never)
     assert timing.seconds == {"copy": 1, "ours": 3}
     # It ended with the time it may spend, 3 * 0.5 s, long over, and not enough kept.
     assert (timing.rounds, timing.kept) == (ROUNDS, ROUNDS - 4)
@@ -59,7 +64,7 @@ def test_a_disturbed_round_counts_for_nobody():
 def test_goes_on_until_enough_rounds_are_kept():
     clock = Clock()
     copy = clock.contender("copy", 1, 1, *[2.0] * 4, 1)
-    timing = alternate({"copy": copy}, seconds=9, clock=clock)
+    timing = alternate({"copy": copy}, seconds=9, clock=clock, interrupted=never)
     assert timing.kept == ROUNDS
     assert timing.rounds == ROUNDS + 4
 
@@ -72,7 +77,7 @@ def test_disturbed_rule():
 def test_everyone_goes_first_in_turn():
     clock = Clock()
     names = ["a", "b", "copy"]
-    alternate({name: clock.contender(name, 1) for name in names}, seconds=0.5, clock=clock)
+    alternate({name: clock.contender(name, 1) for name in names}, seconds=0.5, clock=clock, interrupted=never)
     timed = clock.calls[2 * len(names) :]  # after the call that may compile and the one that is judged by
     assert timed == [name for turn in range(ROUNDS) for name in rotated(names, turn)]
     assert [timed[turn * 3] for turn in range(3)] == names
@@ -81,7 +86,9 @@ def test_everyone_goes_first_in_turn():
 def test_short_calls_run_in_blocks_after_one_that_warms_the_caches():
     clock = Clock()
     took = 1e-5
-    timing = alternate({n: clock.contender(n, took) for n in ("a", "copy")}, seconds=1e-9, clock=clock)
+    timing = alternate(
+        {n: clock.contender(n, took) for n in ("a", "copy")}, seconds=1e-9, clock=clock, interrupted=never
+    )
     assert timing.seconds == pytest.approx({"a": took, "copy": took}, rel=1e-9)
     trials = 2 * 6
     assert len(clock.calls) - trials == ROUNDS * 2 * (1 + BLOCK_CALLS)
@@ -91,8 +98,38 @@ def test_short_calls_run_in_blocks_after_one_that_warms_the_caches():
 def test_one_trial_that_was_held_up_does_not_decide():
     clock = Clock()
     held_up = clock.contender("a", 1e-5, 1e-3, 1e-5)
-    alternate({"a": held_up, "copy": clock.contender("copy", 1e-5)}, seconds=1e-9, clock=clock)
+    alternate(
+        {"a": held_up, "copy": clock.contender("copy", 1e-5)}, seconds=1e-9, clock=clock, interrupted=never
+    )
     assert clock.calls.count("a") == 6 + ROUNDS * (1 + BLOCK_CALLS)
+
+
+def test_a_short_block_that_was_interrupted_is_timed_again():
+    clock = Clock()
+    steps = []  # one entry a question; the second block is interrupted once, between its two questions
+
+    def interrupted() -> int:
+        steps.append(1)
+        return len(steps) >= 4
+
+    contender = clock.contender("copy", 1e-5)
+    alternate({"copy": contender}, seconds=1e-9, clock=clock, interrupted=interrupted)
+    assert len(clock.calls) == 6 + (ROUNDS + 1) * (1 + BLOCK_CALLS)
+
+
+def test_blocks_that_are_always_interrupted_count_in_the_end():
+    clock = Clock()
+    always = iter(range(10**6)).__next__
+    timing = alternate({"copy": clock.contender("copy", 1e-5)}, seconds=1e-9, clock=clock, interrupted=always)
+    assert timing.rounds == ROUNDS
+    assert len(clock.calls) == 6 + ROUNDS * ATTEMPTS * (1 + BLOCK_CALLS)
+
+
+def test_a_long_block_is_never_timed_again():
+    clock = Clock()
+    always = iter(range(10**6)).__next__
+    alternate({"copy": clock.contender("copy", 1)}, seconds=0.5, clock=clock, interrupted=always)
+    assert len(clock.calls) == 2 + ROUNDS
 
 
 def test_garbage_waits():

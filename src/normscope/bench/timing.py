@@ -2,7 +2,8 @@
 
 All contenders run in one process, one block of calls each per round, in an order that rotates from round to round. One
 of them is a copy of the same bytes: it needs nothing but memory, so a round in which it is slow was disturbed from
-outside and is dropped. What is left is summed up by medians.
+outside and is dropped. What is left is summed up by medians. Before that, a short block in which the scheduler gave
+the core to somebody else is timed again: one such pause is longer than the block.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+try:
+    import resource
+except ImportError:  # not a POSIX system
+    resource = None  # type: ignore[assignment]
+
+Clock = Callable[[], float]
+Call = Callable[[], object]
+
 COPY = "copy"
 """the contender whose speed tells whether a round was disturbed"""
 DISTURBED = 1.3
@@ -25,8 +34,15 @@ BLOCK_CALLS, BLOCK_SECONDS = 40, 2e-4
 """the least a block of short calls holds; no more, for a long block is more often interrupted than a short one"""
 TRIALS = 5
 """single calls from which the length of one is judged, by the shortest: any other may have been held up"""
+SLICE, ATTEMPTS = 4e-3, 8
+"""seconds that a scheduler lets one program run, about: a shorter block can be had in one piece / tries at that"""
 ROUNDS, PATIENCE = 7, 3
 """rounds that are kept at least / times the wanted seconds after which fewer must do"""
+
+
+def interruptions() -> int:
+    """How often a thread of this process had to give its core to another program; 0 where the system does not say."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 @dataclass(frozen=True)
@@ -39,10 +55,11 @@ class Timing:
 
 
 def alternate(
-    contenders: Mapping[str, Callable[[], object]],
+    contenders: Mapping[str, Call],
     *,
     seconds: float,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
+    interrupted: Callable[[], int] = interruptions,
 ) -> Timing:
     """Time all contenders for about ``seconds``, longer where too many rounds are disturbed.
 
@@ -57,12 +74,10 @@ def alternate(
     names = list(contenders)
     rounds: list[dict[str, float]] = []
     with _no_collection():
-        calls = {name: _calls(contenders[name], clock) for name in names}
+        blocks = {name: _Block.of(contenders[name], clock, interrupted) for name in names}
         begin = clock()
         while not _enough(rounds, clock() - begin, seconds):
-            rounds.append(
-                {name: _block(contenders[name], *calls[name], clock) for name in rotated(names, len(rounds))}
-            )
+            rounds.append({name: blocks[name].seconds() for name in rotated(names, len(rounds))})
     kept = undisturbed(rounds)
     return Timing(
         {name: statistics.median(r[name] for r in kept) for name in names}, rounds=len(rounds), kept=len(kept)
@@ -91,29 +106,44 @@ def _enough(rounds: Sequence[Mapping[str, float]], spent: float, wanted: float) 
     return spent >= PATIENCE * wanted or len(undisturbed(rounds)) >= ROUNDS
 
 
-def _calls(call: Callable[[], object], clock: Callable[[], float]) -> tuple[int, bool]:
-    """How many calls make a block, and whether one goes before it untimed."""
-    call()  # the first may load or compile something
-    took, spent = math.inf, 0.0
-    for _ in range(TRIALS):
-        begin = clock()
-        call()
-        last = clock() - begin
-        took, spent = min(took, last), spent + last
-        if spent > COLD:
-            break
-    took = max(took, 1e-9)  # a clock may stand still
-    return (1 if took >= LONG else max(BLOCK_CALLS, math.ceil(BLOCK_SECONDS / took))), took < COLD
+@dataclass(frozen=True)
+class _Block:
+    """How one contender is timed: ``calls`` in a row, after an untimed one where ``warm``; ``whole`` or timed again."""
 
+    call: Call
+    calls: int
+    warm: bool
+    whole: bool
+    clock: Clock
+    interrupted: Callable[[], int]
 
-def _block(call: Callable[[], object], calls: int, warm: bool, clock: Callable[[], float]) -> float:
-    """Seconds a call."""
-    if warm:
-        call()
-    begin = clock()
-    for _ in range(calls):
-        call()
-    return (clock() - begin) / calls
+    @classmethod
+    def of(cls, call: Call, clock: Clock, interrupted: Callable[[], int]) -> _Block:
+        call()  # the first may load or compile something
+        took, spent = math.inf, 0.0
+        for _ in range(TRIALS):
+            begin = clock()
+            call()
+            last = clock() - begin
+            took, spent = min(took, last), spent + last
+            if spent > COLD:
+                break
+        took = max(took, 1e-9)  # a clock may stand still
+        calls = 1 if took >= LONG else max(BLOCK_CALLS, math.ceil(BLOCK_SECONDS / took))
+        return cls(call, calls, took < COLD, calls * took < SLICE, clock, interrupted)
+
+    def seconds(self) -> float:
+        """Of a call."""
+        for _ in range(ATTEMPTS if self.whole else 1):
+            if self.warm:
+                self.call()
+            before, begin = self.interrupted(), self.clock()
+            for _ in range(self.calls):
+                self.call()
+            took = (self.clock() - begin) / self.calls
+            if self.interrupted() == before:
+                break
+        return took
 
 
 @contextmanager
