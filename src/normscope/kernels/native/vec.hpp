@@ -143,6 +143,22 @@ NS_INLINE Pack<C, V> multiply_add(Pack<C, V> l, Pack<C, V> r, Pack<C, V> to) {
   return {l.a * r.a + to.a, l.b * r.b + to.b};
 }
 
+// n bytes below 128, in pieces of fixed sizes: a call of memcpy would take longer than the rest.
+NS_INLINE void copy_few(void *to, const void *from, int n) {
+  char *t = (char *)to;
+  const char *f = (const char *)from;
+  if (n & 64) std::memcpy(t, f, 64), t += 64, f += 64;
+  if (n & 32) std::memcpy(t, f, 32), t += 32, f += 32;
+  if (n & 16) std::memcpy(t, f, 16), t += 16, f += 16;
+  if (n & 8) std::memcpy(t, f, 8), t += 8, f += 8;
+  if (n & 4) std::memcpy(t, f, 4), t += 4, f += 4;
+  if (n & 2) std::memcpy(t, f, 2);
+}
+
+#if defined(__AVX512BW__)
+NS_INLINE uint32_t first_bits(int n) { return uint32_t((uint64_t(1) << n) - 1); }
+#endif
+
 template <class Self, class T, class C_, class V_, bool Split>
 struct LanesBase {
   using C = C_;
@@ -153,8 +169,22 @@ struct LanesBase {
   static constexpr bool kSplit = Split;
 
   static NS_INLINE P load_part(const T *p, int n, C fill) {
-    alignas(64) T buffer[kPack] = {};
-    std::memcpy(buffer, p, sizeof(T) * n);
+    alignas(64) T buffer[kPack];
+#if defined(__AVX512BW__)
+    const uint32_t m = first_bits(n);
+    if constexpr (sizeof(T) == 2) {
+      store_raw(buffer, _mm512_maskz_loadu_epi16(m, p));
+    } else if constexpr (sizeof(T) == 4) {
+      store_raw(buffer, _mm512_maskz_loadu_epi32(__mmask16(m), p));
+      store_raw(buffer + kWide, _mm512_maskz_loadu_epi32(__mmask16(m >> 16), p + kWide));
+    } else {
+      store_raw(buffer, _mm512_maskz_loadu_epi64(__mmask8(m), p));
+      store_raw(buffer + kWide, _mm512_maskz_loadu_epi64(__mmask8(m >> 8), p + kWide));
+    }
+#else
+    std::memset((void *)buffer, 0, sizeof buffer);
+    copy_few(buffer, p, n * int(sizeof(T)));
+#endif
     P r = Self::load(buffer);
     using I = std::conditional_t<sizeof(C) == 4, i32x16, i64x8>;
     I at_a{}, at_b{};
@@ -170,7 +200,20 @@ struct LanesBase {
   static NS_INLINE void store_part(T *p, P v, int n) {
     alignas(64) T buffer[kPack];
     Self::store(buffer, v);
-    std::memcpy(p, buffer, sizeof(T) * n);
+#if defined(__AVX512BW__)
+    const uint32_t m = first_bits(n);
+    if constexpr (sizeof(T) == 2) {
+      _mm512_mask_storeu_epi16(p, m, load_raw<__m512i>(buffer));
+    } else if constexpr (sizeof(T) == 4) {
+      _mm512_mask_storeu_epi32(p, __mmask16(m), load_raw<__m512i>(buffer));
+      _mm512_mask_storeu_epi32(p + kWide, __mmask16(m >> 16), load_raw<__m512i>(buffer + kWide));
+    } else {
+      _mm512_mask_storeu_epi64(p, __mmask8(m), load_raw<__m512i>(buffer));
+      _mm512_mask_storeu_epi64(p + kWide, __mmask8(m >> 8), load_raw<__m512i>(buffer + kWide));
+    }
+#else
+    copy_few(p, buffer, n * int(sizeof(T)));
+#endif
   }
 };
 
