@@ -203,6 +203,27 @@ def test_empty_batch_gives_an_empty_output(case):
     assert layer(torch.zeros(0, *case.shape[1:])).shape == (0, *case.shape[1:])
 
 
+# torch.compile ---------------------------------------------------------------
+
+
+ONE_EACH = list({case.name + str(case.kwargs.get("convention", "")): case for case in CASES}.values())
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+def test_compiles_whole(case):
+    """In one graph, forward and backward. (The operators under compilers proper are tested with the kernels.)"""
+    layer = case.make()
+    eager = copy.deepcopy(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    x, z = (case.input(torch.float32).requires_grad_() for _ in range(2))
+    y, wanted = compiled(x), eager(z)
+    torch.testing.assert_close(y, wanted)
+    y.sin().sum().backward()
+    wanted.sin().sum().backward()
+    torch.testing.assert_close(x.grad, z.grad)
+    torch.testing.assert_close(layer.state_dict(), eager.state_dict())
+
+
 # Copies, casts, devices ---------------------------------------------------------------
 
 

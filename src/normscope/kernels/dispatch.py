@@ -354,8 +354,12 @@ def _follows(call: Call) -> bool:
 
 
 @constant
-@lru_cache(maxsize=256)
 def _at(spec: NormSpec, momentum: float) -> NormSpec:
     """With this momentum, whatever it says of its own."""
+    return _replaced(spec, momentum)  # torch.compile looks into what lru_cache wraps, even where it is marked
+
+
+@lru_cache(maxsize=256)
+def _replaced(spec: NormSpec, momentum: float) -> NormSpec:
     running = Running() if spec.running is None else spec.running
     return spec.replace(running=replace(running, momentum=momentum, average="ema"))

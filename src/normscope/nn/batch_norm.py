@@ -9,7 +9,6 @@ normalizes by them. Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, al
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from normscope.functional import batch_norm
 from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.optional_bias import OptionalBias
+from normscope.nn.remembered import remembered
 from normscope.spec import NormSpec, families
 
 
@@ -80,7 +80,7 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
         )
 
 
-@lru_cache
+@remembered
 def _spec(
     eps: float, momentum: float | None, weight: bool, bias: bool, running: bool, ndim: tuple[int, int | None]
 ) -> NormSpec:

@@ -8,7 +8,6 @@ https://arxiv.org/abs/2201.03545, section 2.6, whose eps is 1e-6.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps, sizes
+from normscope.nn.remembered import remembered
 from normscope.spec import NormSpec, families
 
 
@@ -75,6 +75,6 @@ class ChannelsFirstLayerNorm(nn.LayerNorm):
         )
 
 
-@lru_cache
+@remembered
 def _spec(eps: float, weight: bool, bias: bool) -> NormSpec:
     return families.channels_first_layer_norm(eps=eps, weight=weight, bias=bias)

@@ -8,7 +8,6 @@ torchvision.ops.FrozenBatchNorm2d.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from normscope.errors import BadInput
 from normscope.functional import batch_norm
 from normscope.nn.arguments import positive_eps, sizes
 from normscope.nn.float32_statistics import Float32Statistics
+from normscope.nn.remembered import remembered
 from normscope.spec import NormSpec, families
 
 
@@ -92,6 +92,6 @@ class FrozenBatchNorm(Float32Statistics):
         return f"{self.num_features}, eps={self.eps}{kept}"
 
 
-@lru_cache
+@remembered
 def _spec(eps: float) -> NormSpec:
     return families.batch_norm(eps=eps, momentum=0.0)

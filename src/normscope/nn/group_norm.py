@@ -8,13 +8,13 @@ Wu and He 2018, https://arxiv.org/abs/1803.08494, equation 7.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from normscope.functional import group_norm
 from normscope.nn.optional_bias import OptionalBias
+from normscope.nn.remembered import remembered
 from normscope.spec import NormSpec, families
 
 
@@ -59,6 +59,6 @@ class GroupNorm(OptionalBias, nn.GroupNorm):
         return _spec(int(self.num_groups), float(self.eps), self.weight is not None, self.bias is not None)
 
 
-@lru_cache
+@remembered
 def _spec(groups: int, eps: float, weight: bool, bias: bool) -> NormSpec:
     return families.group_norm(groups, eps=eps, weight=weight, bias=bias)

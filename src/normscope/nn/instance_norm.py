@@ -9,7 +9,6 @@ https://arxiv.org/abs/1607.08022, equation 2.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from normscope.functional import instance_norm
 from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.optional_bias import OptionalBias
+from normscope.nn.remembered import remembered
 from normscope.spec import NormSpec, families
 
 
@@ -77,7 +77,7 @@ class _InstanceNorm(Float32Statistics, OptionalBias, nn.modules.instancenorm._In
         )
 
 
-@lru_cache
+@remembered
 def _spec(eps: float, momentum: float, weight: bool, bias: bool, running: bool, ndim: int) -> NormSpec:
     return families.instance_norm(
         eps=eps, momentum=momentum, weight=weight, bias=bias, running=running, ndim=(ndim, ndim)

@@ -7,13 +7,12 @@ torch.nn.functional.normalize as a layer, with p = 2.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from torch import Tensor, nn
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps
+from normscope.nn.remembered import remembered
 from normscope.spec import NormSpec
 from normscope.spec.axes import erase
 
@@ -60,7 +59,7 @@ class L2Norm(nn.Module):
         return f"dim={self.dim}, eps={self.eps}"
 
 
-@lru_cache
+@remembered
 def _spec(dim: int, eps: float) -> NormSpec:
     stats = erase((dim,), None)
     assert stats is not None  # a single axis, from either end, always has a pattern

@@ -7,11 +7,10 @@ var is the biased variance. Ba, Kiros and Hinton 2016, https://arxiv.org/abs/160
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from torch import Tensor, nn
 
 from normscope.functional import layer_norm
+from normscope.nn.remembered import remembered
 from normscope.spec import NormSpec, families
 from normscope.spec.axes import last_axes
 
@@ -48,6 +47,6 @@ class LayerNorm(nn.LayerNorm):
         )
 
 
-@lru_cache
+@remembered
 def _spec(axes: int, eps: float, weight: bool, bias: bool) -> NormSpec:
     return families.layer_norm(last_axes(axes), eps=eps, weight=weight, bias=bias)

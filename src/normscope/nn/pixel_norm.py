@@ -7,13 +7,12 @@ Karras et al. 2018 (progressive growing of GANs), https://arxiv.org/abs/1710.101
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from torch import Tensor, nn
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps
+from normscope.nn.remembered import remembered
 from normscope.spec import NormSpec, families
 
 
@@ -56,6 +55,6 @@ class PixelNorm(nn.Module):
         return f"eps={self.eps}"
 
 
-@lru_cache
+@remembered
 def _spec(eps: float) -> NormSpec:
     return families.pixel_norm(eps=eps)

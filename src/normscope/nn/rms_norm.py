@@ -13,7 +13,6 @@ the conventions are those of transformers' LlamaRMSNorm, T5LayerNorm and GemmaRM
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn import init
 from normscope.errors import BadInput
 from normscope.functional import normalize, rms_norm
 from normscope.nn.arguments import last_sizes, positive_eps, sizes
+from normscope.nn.remembered import remembered
 from normscope.spec import Cast, NormSpec, families
 from normscope.spec.axes import last_axes
 
@@ -119,7 +119,7 @@ class RMSNorm(nn.RMSNorm):
         return super().extra_repr() + convention
 
 
-@lru_cache
+@remembered
 def _spec(axes: int, eps: float | None, weight: bool, convention: str) -> NormSpec:
     if convention == "torch":
         cast = Cast()

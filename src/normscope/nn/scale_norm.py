@@ -9,7 +9,6 @@ https://arxiv.org/abs/1910.05895, section 2.2.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from normscope.functional import normalize
 from normscope.nn.arguments import last_sizes, positive_eps, sizes
+from normscope.nn.remembered import remembered
 from normscope.spec import NormSpec, families
 
 
@@ -65,6 +65,6 @@ class ScaleNorm(nn.Module):
         return f"{self.features}, eps={self.eps}"
 
 
-@lru_cache
+@remembered
 def _spec(eps: float) -> NormSpec:
     return families.scale_norm(eps=eps)

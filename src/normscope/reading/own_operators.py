@@ -25,7 +25,7 @@ CODES = ("axes", "split", "options", "eps", "gain", "offset")
 
 
 def _read_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallReading | None:
-    schema = getattr(getattr(func, "default", func), "_schema", None)
+    schema: Any = getattr(getattr(func, "default", func), "_schema", None)
     home, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
     if home != "normscope" or name not in (*BY_INPUT, *BY_STATE):
         return None
