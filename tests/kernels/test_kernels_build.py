@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -50,6 +51,13 @@ def wrap(path: Path, name: str, script: str) -> None:
     real = next(found for n in ("g++", "clang++", "c++") if (found := shutil.which(n, path=os.defpath)))
     (path / name).write_text(f"#!/bin/sh\nPATH={os.defpath}\nREAL={real}\n{script}\n")
     (path / name).chmod(stat.S_IRWXU)
+
+
+def made_by(result: str, compiler: str) -> bool:
+    built, *steps = result.split("\n    ")
+    return re.fullmatch("built from [0-9a-f]{16}", built) is not None and all(
+        step.startswith(f"{compiler} -") for step in steps
+    )
 
 
 def test_without_a_compiler_it_says_so_and_leaves_no_old_library(path: Path, tmp_path: Path) -> None:
@@ -106,7 +114,7 @@ class TestCompilers:
     def test_a_broken_one_is_passed_over(self, path: Path, small: Path, tmp_path: Path) -> None:
         wrap(path, "g++", "echo 'a note' >&2; echo 'error: out of order' >&2; exit 3")
         wrap(path, "clang++", 'exec "$REAL" "$@"')
-        assert all(result.startswith("built\n    clang++ ") for result in build.build(tmp_path).values())
+        assert all(made_by(result, "clang++") for result in build.build(tmp_path).values())
         (path / "clang++").unlink()
         why = "g++ compiles nothing: exit code 3: error: out of order; clang++ is not there; c++ is not there"
         assert set(build.build(tmp_path).values()) == {f"not built: no C++ compiler ({why})"}
@@ -117,14 +125,14 @@ class TestCompilers:
         wrap(path, "g++", "exit 1")
         wrap(path, "mine", '[ "$1" = --first ] && shift && exec "$REAL" "$@"')
         monkeypatch.setenv("CXX", "mine --first")
-        assert all(result.startswith("built\n    mine --first ") for result in build.build(tmp_path).values())
+        assert all(made_by(result, "mine --first") for result in build.build(tmp_path).values())
 
     def test_one_that_has_no_static_libstdcxx_links_without(
         self, path: Path, small: Path, tmp_path: Path
     ) -> None:
         wrap(path, "g++", 'case "$*" in *-static-libstdc++*) exit 1;; esac; exec "$REAL" "$@"')
         for result in build.build(tmp_path).values():
-            assert result.startswith("built\n    g++ ")
+            assert made_by(result, "g++")
             assert "-static" not in result
 
     @pytest.mark.skipif(len(ISAS) == 1, reason="a machine of one instruction set")
@@ -135,7 +143,7 @@ class TestCompilers:
             'case "$*" in *-mavx512f*) echo "error: unknown -mavx512f" >&2; exit 1;; esac; exec "$REAL" "$@"',
         )
         build.build(tmp_path)
-        outcomes = {isa: build.outcome(tmp_path, isa) for isa in ISAS}
+        outcomes = {isa: build.outcome(tmp_path, isa).partition(" from ")[0] for isa in ISAS}
         assert outcomes == {
             "avx512": "not built: exit code 1: error: unknown -mavx512f",
             "avx2": "built",
@@ -152,7 +160,35 @@ class TestCompilers:
         before = build.build(tmp_path)
         wrap(path, "g++", 'exec "$REAL" "$@"')
         assert list(build.build(tmp_path, ["base"])) == ["base"]
-        assert {isa: build.outcome(tmp_path, isa) for isa in ISAS} == {**before, "base": "built"}
+        after = {isa: build.outcome(tmp_path, isa) for isa in ISAS}
+        assert after.pop("base").startswith("built from ")
+        assert after == {isa: before[isa] for isa in ISAS if isa != "base"}
+
+    def test_only_what_changed_is_compiled_again(
+        self, path: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        log = tmp_path / "log"
+        wrap(
+            path,
+            "g++",
+            f'case "$*" in *empty*|*--version*) ;; *) echo "$*" >> {log};; esac; exec "$REAL" "$@"',
+        )
+
+        def compiled() -> int:
+            log.write_text("")
+            results = build.build(tmp_path)
+            assert all(made_by(result, "g++") for result in results.values())
+            return log.read_text().count(" -c ")
+
+        assert compiled() == len(ISAS)
+        assert compiled() == 0
+        (tmp_path / build.file_name("base")).unlink()
+        assert compiled() == 1
+        (small / "a.hpp").write_text("// a header")
+        assert compiled() == len(ISAS)
+        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DMORE"))
+        assert compiled() == len(ISAS)
+        assert compiled() == 0
 
     def test_a_library_in_use_stays_as_it_is(self, path: Path, small: Path, tmp_path: Path) -> None:
         wrap(path, "g++", 'exec "$REAL" "$@"')
@@ -170,8 +206,11 @@ def test_an_unreadable_record_is_no_record(tmp_path: Path) -> None:
     assert build.outcome(tmp_path, "base") == ""
     (tmp_path / build.RECORD).write_bytes(b"base: \xff\xfe")
     assert build.outcome(tmp_path, "base") == ""
-    (tmp_path / build.RECORD).write_text("what: is this\nbase: built\n    by hand\n")
-    assert build.outcome(tmp_path, "base") == "built"
+    (tmp_path / build.RECORD).write_text(
+        "what: is this\nbase: built from here\n    one\n    two\navx2: not built\n"
+    )
+    assert build.outcome(tmp_path, "base") == "built from here"
+    assert build.outcome(tmp_path, "avx2") == "not built"
 
 
 @pytest.fixture

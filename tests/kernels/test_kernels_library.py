@@ -55,11 +55,10 @@ def small(tmp_path: Path) -> Callable[..., Path]:
 
     def make(*sources: str) -> Path:
         """From files of ``native/``, or source text."""
-        for i, source in enumerate(sources):
-            text = f'#include "{source}"' if source.endswith(".cpp") else source
-            (tmp_path / f"{i}.cpp").write_text(f'#include "normscope.h"\n{text}\n')
-        files = [str(tmp_path / f"{i}.cpp") for i in range(len(sources))]
-        _, error = compiler.make(files, [f"-I{build.SOURCES}"], tmp_path / build.file_name("base"))
+        lines = [f'#include "{source}"' if source.endswith(".cpp") else source for source in sources]
+        (tmp_path / "small.cpp").write_text("\n".join(['#include "normscope.h"', *lines, ""]))
+        flags = [f"-I{build.SOURCES}"]
+        _, error = compiler.make(str(tmp_path / "small.cpp"), tmp_path / build.file_name("base"), flags)
         assert not error
         return tmp_path
 

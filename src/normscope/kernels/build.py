@@ -9,6 +9,7 @@ with it drops the handling of NaN. ``CXXFLAGS`` is not read, so that neither can
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
@@ -16,10 +17,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "native"
@@ -36,7 +37,7 @@ X86 = {
 NEEDS = {"avx512": AVX512, "avx2": AVX2, "base": ()}
 
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     "-Wno-psabi",  # no vector crosses a library's border
 )
@@ -60,29 +61,62 @@ def instruction_sets() -> dict[str, tuple[str, ...]]:
 def build(folder: Path, isas: Iterable[str] = ()) -> dict[str, str]:
     """Compiles all instruction sets, or those named, into ``folder``; what became of each, as written into `RECORD`.
 
-    That is "built" or "not built: why", and in a second line what was run. Libraries that an earlier build left and
-    this one could not make are removed: they may be of other sources.
+    That is "built from DIGEST" or "not built: why", and below it what was run. A library of the same digest is left as
+    it is; one that an earlier build left and this one could not make is removed: it may be of other sources.
     """
     flags = {isa: known for isa, known in instruction_sets().items() if not isas or isa in isas}
     folder = folder.resolve()  # the compiler runs where the sources are
     folder.mkdir(parents=True, exist_ok=True)
+    record = _record(folder)
     try:
-        compiler = find_compiler()
+        results = _build(find_compiler(), flags, folder)
     except NoCompiler as missing:
         results = dict.fromkeys(flags, f"not built: {missing}")
-    else:
-        with ThreadPoolExecutor(len(flags)) as pool:
-            results = dict(
-                zip(flags, pool.map(lambda isa: _compile(compiler, isa, folder), flags), strict=True)
-            )
     for isa, result in results.items():
         if not result.startswith("built"):
             (folder / file_name(isa)).unlink(missing_ok=True)
-    record = {**_record(folder), **results}
-    (folder / RECORD).write_text(
-        "".join(f"{isa}: {result}\n" for isa, result in record.items()), encoding="utf-8"
-    )
+    lines = (f"{isa}: {result}\n" for isa, result in {**record, **results}.items())
+    (folder / RECORD).write_text("".join(lines), encoding="utf-8")
     return results
+
+
+def _build(compiler: Compiler, flags: dict[str, tuple[str, ...]], folder: Path) -> dict[str, str]:
+    """Every source for every instruction set at once, on all cores; then one library of each set."""
+    sources = sorted(path.name for path in SOURCES.glob("*.cpp"))
+    version = compiler.version()
+    results, compiled = {}, {}
+    with TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for isa in flags:
+            made_of = f"built from {_digest(version, flags[isa], compiler)}"
+            if (folder / file_name(isa)).exists() and outcome(folder, isa) == made_of:
+                results[isa] = _record(folder)[isa]
+            else:
+                into = [Path(objects, f"{isa}-{source}.o") for source in sources]
+                jobs = [
+                    pool.submit(compiler.compile, *job, flags[isa]) for job in zip(sources, into, strict=True)
+                ]
+                compiled[isa] = (made_of, into, jobs)
+        for isa, (made_of, into, jobs) in compiled.items():
+            steps = [job.result() for job in jobs]
+            if not any(step.error for step in steps):
+                # Beside its place, then moved: a process that runs the old library keeps it.
+                new = folder / f"{file_name(isa)}.{os.getpid()}"
+                steps.append(compiler.link(into, new))
+                if not steps[-1].error:
+                    new.replace(folder / file_name(isa))
+            failed = next((step for step in steps if step.error), None)
+            told = f"not built: {failed.error}" if failed else made_of
+            run = [failed] if failed else steps
+            results[isa] = "\n    ".join([told, *(shlex.join(step.command) for step in run)])
+    return {isa: results[isa] for isa in flags}
+
+
+def _digest(version: str, flags: tuple[str, ...], compiler: Compiler) -> str:
+    """Of everything that a library is made of."""
+    digest = hashlib.sha256(repr((version, compiler, FLAGS, flags)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def outcome(folder: Path, isa: str) -> str:
@@ -95,7 +129,7 @@ def _record(folder: Path) -> dict[str, str]:
         text = (folder / RECORD).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return {}
-    found = re.findall(r"^(\w+): (.*(?:\n .*)?)$", text, re.MULTILINE)
+    found = re.findall(r"^(\w+): (.*(?:\n .*)*)$", text, re.MULTILINE)
     return {isa: result for isa, result in found if isa in NEEDS}
 
 
@@ -103,14 +137,43 @@ class NoCompiler(Exception):
     """Says why."""
 
 
+class Step(NamedTuple):
+    command: list[str]
+    error: str
+    """what went wrong, or "\""""
+
+
 class Compiler(NamedTuple):
     command: list[str]
-    link: tuple[str, ...]
+    libraries: tuple[str, ...]
 
-    def make(self, sources: Iterable[str], flags: Iterable[str], library: Path) -> tuple[list[str], str]:
-        """The command that was run, and what went wrong, or ""."""
-        command = [*self.command, *FLAGS, *flags, *sources, "-o", str(library), *self.link]
-        return command, _run(command)
+    def compile(self, source: str, target: Path, flags: Iterable[str]) -> Step:
+        return self._run(*FLAGS, *flags, "-c", source, "-o", str(target))
+
+    def link(self, objects: Iterable[Path], target: Path) -> Step:
+        return self._run("-shared", "-pthread", *map(str, objects), "-o", str(target), *self.libraries)
+
+    def make(self, source: str, target: Path, flags: Iterable[str] = ()) -> Step:
+        """A library of one source."""
+        return self._run(*FLAGS, *flags, "-shared", source, "-o", str(target), *self.libraries)
+
+    def version(self) -> str:
+        done = subprocess.run([*self.command, "--version"], capture_output=True, text=True, errors="replace")
+        return done.stdout
+
+    def _run(self, *arguments: str) -> Step:
+        command = [*self.command, *arguments]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=1800, cwd=SOURCES
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Step(command, f"{type(error).__name__}: {error}")
+        if done.returncode == 0:
+            return Step(command, "")
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("collect2:")]
+        told = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+        return Step(command, f"exit code {done.returncode}: {told.strip()[:400]}")
 
 
 def find_compiler() -> Compiler:
@@ -124,7 +187,7 @@ def find_compiler() -> Compiler:
         )
     if not (SOURCES / "kernels.cpp").is_file():
         raise NoCompiler(f"there is no {SOURCES / 'kernels.cpp'}")
-    link = LINUX if sys.platform.startswith("linux") else ()
+    libraries = LINUX if sys.platform.startswith("linux") else ()
     failed = []
     for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
         command = shlex.split(name)
@@ -133,7 +196,7 @@ def find_compiler() -> Compiler:
         if not shutil.which(command[0]):
             failed.append(f"{name} is not there")
             continue
-        for compiler in (Compiler(command, (*link, *STATIC)), Compiler(command, link)):
+        for compiler in (Compiler(command, (*libraries, *STATIC)), Compiler(command, libraries)):
             error = _try(compiler)
             if not error:
                 return compiler
@@ -143,37 +206,10 @@ def find_compiler() -> Compiler:
 
 def _try(compiler: Compiler) -> str:
     """Why it cannot make a library, or "": where libstdc++ is not there to be linked statically, say."""
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         source = Path(folder, "empty.cpp")
         source.write_text("#include <atomic>\n")
-        return compiler.make([str(source)], (), Path(folder, "empty.so"))[1]
-
-
-def _compile(compiler: Compiler, isa: str, folder: Path) -> str:
-    """Compiles beside the place and moves there: a process that runs the old library keeps it."""
-    new = folder / f"{file_name(isa)}.{os.getpid()}"
-    command, error = compiler.make(
-        sorted(path.name for path in SOURCES.glob("*.cpp")), instruction_sets()[isa], new
-    )
-    if not error:
-        new.replace(folder / file_name(isa))
-    new.unlink(missing_ok=True)
-    return f"{f'not built: {error}' if error else 'built'}\n    {shlex.join(command)}"
-
-
-def _run(command: list[str]) -> str:
-    """What went wrong, in a line, or ""."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=1800, cwd=SOURCES
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}"
-    if done.returncode == 0:
-        return ""
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("collect2:")] or ["no message"]
-    told = next((line for line in lines if "error" in line), lines[0])
-    return f"exit code {done.returncode}: {told.strip()[:400]}"
+        return compiler.make(str(source), Path(folder, "empty.so")).error
 
 
 if __name__ == "__main__":

@@ -137,12 +137,13 @@ def run(call: NsCall) -> int:
     return LIBRARY.run(call)
 
 
+# In the words of dispatch.py, which decides.
 ELSEWHERE = {
-    "in plain PyTorch (normscope.kernels.composite)": (
-        "second derivatives, forward mode and torch.func; masks; whitening; renormalization; specifications whose axes "
-        "the kernels do not serve; integer and complex types"
+    "plain PyTorch": (
+        "torch.func, forward mode, second derivatives; masks, whitening, renormalization and other specifications "
+        "that normscope.kernels.layout.call() calls unserved; integer and complex numbers"
     ),
-    "in PyTorch's own kernels": "tensors that are not on the CPU",
+    "PyTorch's own kernels": "other devices than the CPU; export by torch.jit and to ONNX",
 }
 
 
