@@ -1,25 +1,14 @@
 // ns_run: lowers a call and hands it to the kernel of its layout and dtype.
-#include "columns.hpp"
 #include "lower.hpp"
 #include "normscope.h"
-#include "rows.hpp"
 #include "vec.hpp"
 
-namespace {
+namespace ns {
 
 template <class T>
-int run(const NsCall &c, const ns::Problem &p) {
-  switch (c.what) {
-    case NS_NORM: return p.columns ? ns::columns_norm<T>(c, p) : ns::rows_norm<T>(c, p);
-    case NS_NORM_BACKWARD: return p.columns ? ns::columns_norm_backward<T>(c, p) : ns::rows_norm_backward<T>(c, p);
-    case NS_FIXED: return p.columns ? ns::columns_fixed<T>(c, p) : ns::rows_fixed<T>(c, p);
-    case NS_FIXED_BACKWARD:
-      return p.columns ? ns::columns_fixed_backward<T>(c, p) : ns::rows_fixed_backward<T>(c, p);
-    default: return NS_UNSERVED;
-  }
-}
+int run(const NsCall &c, const Problem &p);  // run.hpp
 
-}  // namespace
+}  // namespace ns
 
 extern "C" {
 
@@ -27,10 +16,10 @@ int ns_run(const NsCall *call) {
   ns::Problem problem;
   if (!ns::lower(*call, &problem)) return NS_UNSERVED;
   switch (call->dtype) {
-    case NS_FLOAT32: return run<float>(*call, problem);
-    case NS_BFLOAT16: return run<ns::BFloat16>(*call, problem);
-    case NS_FLOAT16: return run<ns::Float16>(*call, problem);
-    case NS_FLOAT64: return run<double>(*call, problem);
+    case NS_FLOAT32: return ns::run<float>(*call, problem);
+    case NS_BFLOAT16: return ns::run<ns::BFloat16>(*call, problem);
+    case NS_FLOAT16: return ns::run<ns::Float16>(*call, problem);
+    case NS_FLOAT64: return ns::run<double>(*call, problem);
     default: return NS_UNSERVED;
   }
 }

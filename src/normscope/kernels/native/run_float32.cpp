@@ -1,0 +1,3 @@
+#include "run.hpp"
+
+template int ns::run<float>(const NsCall &, const ns::Problem &);

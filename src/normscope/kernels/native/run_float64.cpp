@@ -1,0 +1,3 @@
+#include "run.hpp"
+
+template int ns::run<double>(const NsCall &, const ns::Problem &);
