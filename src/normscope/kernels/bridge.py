@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from ctypes import Array, c_int64
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +41,12 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *codes: float) -
     return y, stats
 
 
-def norm_out(x: Tensor, weight: Tensor | None, bias: Tensor | None, *codes_and_out: float | Tensor) -> None:
+def norm_out(x: Tensor, weight: Tensor | None, bias: Tensor | None, *codes_and_out: Any) -> None:
     *codes, out = codes_and_out
-    assert isinstance(out, Tensor)
-    numbers = [float(c) for c in codes[3:]]
-    recipe = (*(int(c) for c in codes[:3]), *numbers)
-    stats = _statistics(x, recipe_of(recipe))
-    _run(NORM, recipe, {"x": x}, {}, {"y": out}, {"weight": weight, "bias": bias, "stats": stats})
+    if out.shape != x.shape or out.dtype != x.dtype:
+        raise RuntimeError("normscope: out is not of x's shape and dtype")
+    stats = _statistics(x, recipe_of(codes))
+    _run(NORM, codes, {"x": x}, {}, {"y": out}, {"weight": weight, "bias": bias, "stats": stats})
 
 
 def add_norm(

@@ -249,7 +249,8 @@ def _elsewhere_running(
         return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
     if own == "instance" and correction == 1:
         return F.instance_norm(x, mean, var, weight, bias, True, momentum, eps)
-    return composite.normalize(x, _at(call.spec, momentum), weight, bias, running=RunningState(mean, var))
+    state = RunningState(mean, var)
+    return composite.normalize(x, call.spec, weight, bias, running=state, momentum=momentum)
 
 
 def _elsewhere_fixed(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,10 +218,9 @@ def fixed_backward(
     return _wanted(view, int(want), weight, view.factor(weight) * view.open(dy) / d, view.open(dy), xhat)
 
 
-def norm_out(x: Tensor, weight: Tensor | None, bias: Tensor | None, *codes_and_out: float | Tensor) -> None:
+def norm_out(x: Tensor, weight: Tensor | None, bias: Tensor | None, *codes_and_out: Any) -> None:
     *codes, out = codes_and_out
-    assert isinstance(out, Tensor)
-    out.copy_(norm(x, weight, bias, *codes)[0])  # type: ignore[arg-type]
+    out.copy_(norm(x, weight, bias, *codes)[0])
 
 
 def update_running(

@@ -3,9 +3,9 @@
 There are three sets that compute the same:
 
 - raw ones (`norm`, `norm_backward`, ...), whose recipe is six numbers, without gradient;
-- `normalize`, `add_normalize` and `normalize_by`, which have one: `torch.compile` and `torch.export` put these into a
-  program, which can be saved and trained further. A gradient registered with an operator costs each call tens of
-  microseconds of Python, so nothing else uses them;
+- `normalize`, `add_normalize` and `normalize_by`, which have one, of `normscope.kernels.autograd`: `torch.compile` and
+  `torch.export` put these into a program, which can be saved and trained further. A gradient registered with an
+  operator costs each call tens of microseconds of Python, so nothing else uses them;
 - `norm_packed`, ..., whose recipe is one tensor of six numbers: for calls that Python makes one by one, from
   `normscope.kernels.autograd`. PyTorch takes a third of a microsecond to hand over a number, as much as a small
   normalization takes, and a tensor costs no more than one number.

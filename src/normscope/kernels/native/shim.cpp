@@ -330,15 +330,18 @@ void fixed_backward(Value *stack) {
 
 // mean += momentum (batch mean - mean), the same for var with the corrected variance; the sets that share one stored value
 // are averaged, and follow one another in steps of the number of stored values.
-template <class T>
-void follow(T *mean, T *var, int64_t stored, const T *stats, int64_t sets, double momentum, double unbias) {
-  const T *means = stats, *lost = stats + sets, *r = stats + 2 * sets;
+template <class State, class T>
+void follow(const Tensor &mean_of, const Tensor &var_of, const Tensor &stats, int64_t sets, double momentum,
+            double unbias) {
+  State *mean = static_cast<State *>(mean_of.data), *var = static_cast<State *>(var_of.data);
+  const T *means = static_cast<const T *>(stats.data), *lost = means + sets, *r = lost + sets;
+  const int64_t stored = mean_of.numel();
   for (int64_t c = 0; c < stored; ++c) {
     double m = 0, v = 0;
     for (int64_t s = c; s < sets; s += stored) m += double(means[s]) + lost[s], v += double(r[s]) * r[s];
     const double share = double(stored) / double(sets);
-    mean[c] = T((1 - momentum) * mean[c] + momentum * share * m);
-    var[c] = T((1 - momentum) * var[c] + momentum * share * unbias * v);
+    mean[c] = State((1 - momentum) * mean[c] + momentum * share * m);
+    var[c] = State((1 - momentum) * var[c] + momentum * share * unbias * v);
   }
 }
 
@@ -353,22 +356,23 @@ void update_running(Value *stack) {
   if (stats.dim != 2 || stats.sizes[0] != 3 || var.numel() != stored || (stored ? sets % stored : sets))
     throw Failure("normscope: %lld means and %lld variances for the statistics of %lld sets", (long long)stored,
                   (long long)var.numel(), (long long)sets);
-  // In the statistics' dtype, side by side; put back where they were kept otherwise.
-  const int32_t dtype = stats.dtype;
-  Tensor mean_copy, var_copy, *m = &mean, *v = &var;
-  if (mean.dtype != dtype || !mean.lies(mean.contiguous().of))
-    mean_copy = mean.copied(mean.contiguous().of, dtype), m = &mean_copy;
-  if (var.dtype != dtype || !var.lies(var.contiguous().of))
-    var_copy = var.copied(var.contiguous().of, dtype), v = &var_copy;
+  // As they are, where they are of the statistics' dtype and side by side; else as float64, put back afterwards.
   const double unbias = count / (count - correction);
+  const int32_t dtype = stats.dtype;
+  if (mean.dtype == dtype && var.dtype == dtype && mean.lies(mean.contiguous().of) && var.lies(var.contiguous().of)) {
+    if (dtype == NS_FLOAT64)
+      follow<double, double>(mean, var, stats, sets, momentum, unbias);
+    else
+      follow<float, float>(mean, var, stats, sets, momentum, unbias);
+    return;
+  }
+  Tensor mean_copy = mean.copied(mean.contiguous().of, NS_FLOAT64);
+  Tensor var_copy = var.copied(var.contiguous().of, NS_FLOAT64);
   if (dtype == NS_FLOAT64)
-    follow(static_cast<double *>(m->data), static_cast<double *>(v->data), stored,
-           static_cast<const double *>(stats.data), sets, momentum, unbias);
+    follow<double, double>(mean_copy, var_copy, stats, sets, momentum, unbias);
   else
-    follow(static_cast<float *>(m->data), static_cast<float *>(v->data), stored, static_cast<const float *>(stats.data),
-           sets, momentum, unbias);
-  if (mean_copy) mean.fill(mean_copy);
-  if (var_copy) var.fill(var_copy);
+    follow<double, float>(mean_copy, var_copy, stats, sets, momentum, unbias);
+  mean.fill(mean_copy), var.fill(var_copy);
 }
 
 // Registration -------------------------------------------------------------------------------------------------------
