@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+from torch.compiler import is_compiling
 
 from normscope.kernels.elementary import constant
 from normscope.spec import NormSpec
 
+_SHELF = SimpleNamespace()
+"""specifications as attributes: what torch.compile finds by name it may hand on to functions that it does not enter"""
+
 
 def remembered(build: Callable[..., NormSpec]) -> Callable[..., NormSpec]:
-    """Mark a function from plain values to a specification: each is built once, which takes longer than a small layer.
+    """Mark a function from plain values to a specification.
 
-    torch.compile looks into what ``lru_cache`` wraps, even where that is marked as constant; not so in here.
+    Each is built once: that takes longer than a small layer.
     """
     kept = lru_cache(maxsize=1024)(build)
+    names: dict[tuple[Any, ...], str] = {}
+
+    @constant
+    def shelved(*values: Any) -> str:
+        if values not in names:
+            names[values] = f"{build.__module__.rpartition('.')[2]}{len(names)}"
+            setattr(_SHELF, names[values], kept(*values))
+        return names[values]
 
     @wraps(build)
     def specification(*values: Any) -> NormSpec:
-        return kept(*values)
+        return cast(NormSpec, getattr(_SHELF, shelved(*values))) if is_compiling() else kept(*values)
 
-    return constant(specification)
+    return specification
