@@ -17,20 +17,20 @@ from torch.overrides import has_torch_function_variadic
 
 from normscope.errors import BadInput
 from normscope.kernels import composite, dispatch
-from normscope.kernels.elementary import constant
+from normscope.kernels.elementary import has_virtual_batches, state_axes
 from normscope.kernels.regular import (
     ask,
     by_channel,
     codes_of,
     into,
+    plain,
     recipe,
     same,
     states,
     trailing,
     writable,
 )
-from normscope.spec import NormSpec, RunningState, families
-from normscope.spec.parts import is_number
+from normscope.spec import NormSpec, RunningState
 
 __all__ = [
     "add_layer_norm",
@@ -108,7 +108,7 @@ def _fast(
     """By dispatch, where that knows the way: None leaves the call, and its errors, to the composite path."""
     parameters = [(weight, spec.weight), (bias, spec.bias)]
     if state is not None:
-        parameters += [(state.mean, spec.running_axes), (state.var, spec.running_axes)]
+        parameters += [(state.mean, state_axes(spec)), (state.var, state_axes(spec))]
     call = codes_of(input, spec, *parameters)
     if call is None:
         return None
@@ -118,7 +118,7 @@ def _fast(
         return None
     if not training:
         return dispatch.fixed(input, state.mean, state.var, weight, bias, call)
-    if spec.running.correction != 1 or spec.scale != "std" or "v" in spec.pattern.kept:
+    if spec.scale != "std" or has_virtual_batches(spec):
         return None
     momentum = spec.running.momentum
     fraction = 1 / (state.batches + 1) if momentum is None else momentum
@@ -269,10 +269,10 @@ def batch_norm(
         call = recipe("batch", input.dim(), 0, eps)
         if call is not None and ((eps <= 0 or input.numel() == input.shape[1]) if training else eps < 0):
             call = None
-    if call is None or not is_number(momentum):
+    if call is None or not isinstance(momentum, (float, int)):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if training:
-        return dispatch.norm_running(input, weight, bias, running_mean, running_var, call, momentum)
+        return dispatch.norm_running(input, weight, bias, running_mean, running_var, call, plain(momentum))
     assert running_mean is not None  # or states() said no
     assert running_var is not None
     return dispatch.fixed(input, running_mean, running_var, weight, bias, call)
@@ -322,10 +322,10 @@ def instance_norm(
         samples, channels = input.shape[:2]
         if input.dim() > 2 and (not use_input_stats or input.numel() > samples * channels):
             call = recipe("instance", input.dim(), 0, eps)
-    if call is None or not is_number(momentum):
+    if call is None or not isinstance(momentum, (float, int)):
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if use_input_stats:
-        return dispatch.norm_running(input, weight, bias, running_mean, running_var, call, momentum)
+        return dispatch.norm_running(input, weight, bias, running_mean, running_var, call, plain(momentum))
     assert running_mean is not None  # or states() said no
     assert running_var is not None
     return dispatch.fixed(input, running_mean, running_var, weight, bias, call)
@@ -410,7 +410,7 @@ def scale_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -
     >>> scale_norm(torch.tensor([3.0, 4.0]), torch.tensor(10.0))
     tensor([6., 8.])
     """
-    return normalize(input, families.scale_norm(eps=eps), weight)
+    return normalize(input, _spec("scale", input.dim(), 0, eps), weight)
 
 
 def pixel_norm(input: Tensor, eps: float = 1e-8) -> Tensor:
@@ -423,7 +423,7 @@ def pixel_norm(input: Tensor, eps: float = 1e-8) -> Tensor:
     >>> pixel_norm(torch.tensor([[3.0, 4.0]]))
     tensor([[0.8485, 1.1314]])
     """
-    return normalize(input, families.pixel_norm(eps=eps))
+    return normalize(input, _spec("pixel", input.dim(), 0, eps))
 
 
 def l2_norm(input: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
@@ -439,11 +439,11 @@ def l2_norm(input: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
     ndim = input.dim()
     if not -ndim <= dim < ndim:
         raise BadInput(f"dim is an axis of the input, which has {ndim}; got {dim}. The last is -1")
-    return normalize(input, _along(ndim, dim % ndim, eps))
+    return normalize(input, _spec("l2", ndim, dim % ndim, eps))
 
 
-@constant
-def _along(ndim: int, dim: int, eps: float) -> NormSpec:
-    names = [f"a{i}" for i in range(ndim)]
-    left, right = " ".join(names), " ".join(names[:dim] + names[dim + 1 :])
-    return NormSpec(f"{left} -> {right}", center=False, scale="l2", eps=eps, eps_at="max")
+def _spec(kind: str, ndim: int, number: int, eps: float) -> NormSpec:
+    call = recipe(kind, ndim, number, eps)
+    if call is None:
+        raise BadInput(f"eps is a finite number; got {eps!r}. Leave it out for the usual one")
+    return call.spec

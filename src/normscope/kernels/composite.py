@@ -38,6 +38,7 @@ def normalize(
     running: RunningState | None = None,
     training: bool = True,
     mask: Tensor | None = None,
+    momentum: float | None = None,
 ) -> Tensor:
     """Normalize as the specification says.
 
@@ -50,6 +51,7 @@ def normalize(
             means nothing.
         mask: boolean, broadcastable to ``x``. Only True elements enter statistics, with exact counts; the output is 0
             elsewhere, and nothing that stands there, NaN included, reaches outputs or gradients.
+        momentum: the update fraction, in place of the one that ``spec.running`` says.
 
     Returns a tensor of the shape and dtype of ``x``. Half types are computed in float32 unless ``spec.cast`` says else.
 
@@ -72,7 +74,7 @@ def normalize(
         value = _by_batch(view, m, running)
     y = _finish(value, view, weight, bias)
     if spec.running is not None and running is not None:
-        follow(running, view, m)
+        follow(running, view, m, spec.running.momentum if momentum is None else momentum)
     return y
 
 

@@ -202,6 +202,18 @@ def _fill(
     return whole, valid, (dim, torch.tensor(places, device=x.device))
 
 
+@constant
+def state_axes(spec: NormSpec) -> str:
+    """`NormSpec.running_axes`."""
+    return spec.running_axes
+
+
+@constant
+def has_virtual_batches(spec: NormSpec) -> bool:
+    """Whether sets are virtual batches, by which running statistics move one after the other."""
+    return "v" in spec.pattern.kept
+
+
 def names_of(where: str, axes: Sequence[Axis]) -> list[str]:
     """The elementary axes that ``where`` names, in its order: ``"(g c) ..."`` gives ``["g", "c", "...0", "...1"]``."""
     dots = [axis.name for axis in axes if axis.name.startswith(ELLIPSIS)]

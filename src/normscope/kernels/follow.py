@@ -7,6 +7,7 @@ that share an entry are averaged; virtual batches update one after the other; se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from normscope.errors import BadInput
 from normscope.kernels import whitening
-from normscope.kernels.elementary import Elementary, names_of, place, shape_on, wide
+from normscope.kernels.elementary import Elementary, names_of, place, shape_on, state_axes, wide
 from normscope.spec import RunningState
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ def stored(view: Elementary, running: RunningState | None) -> tuple[Tensor, Tens
     """
     mean, var = _checked(view, running)
     mean, var = mean.to(wide(view.x)), var.to(wide(view.x))
-    where = view.spec.running_axes
+    where = state_axes(view.spec)
     spread = whitening.spread(view, var, where) if view.spec.whiten else place(var, where, view.axes)
     return place(mean, where, view.axes), spread
 
 
 @torch.no_grad()
-def follow(running: RunningState, view: Elementary, m: Moments) -> None:
-    """Move the stored statistics by one batch, in place.
+def follow(running: RunningState, view: Elementary, m: Moments, momentum: float | None) -> None:
+    """Move the stored statistics by one batch, in place; ``momentum`` None is 1 / (number of updates).
 
     Raises BadInput where a set has too few elements for the correction of the stored variance.
     """
@@ -43,79 +44,98 @@ def follow(running: RunningState, view: Elementary, m: Moments) -> None:
     spec = view.spec
     assert spec.running is not None  # or there is nothing to follow
     kept = {axis.name: axis.size for axis in view.axes if axis.kept}
-    lives = names_of(spec.running_axes, view.axes)
+    sizes, lives = list(kept.values()), names_of(state_axes(spec), view.axes)
     turn = "v" if "v" in kept and "v" not in lives else None
-    counts = m.count if isinstance(m.count, Tensor) else torch.tensor(m.count, device=view.x.device)
-    present = (
-        (counts > 0).expand([axis.size if axis.kept else 1 for axis in view.axes]).reshape([*kept.values()])
-    )
-    _enough(view, counts)
+    turns = 1 if turn is None else kept[turn]
+    _enough(view, m.count)
+    if isinstance(m.count, Tensor):
+        some = (m.count > 0).expand(_ones_for_erased(view)).reshape(sizes)
+        present: Tensor | None = some
+        updates = (_turns_first(some, [*kept].index(turn)) if turn else some.any().reshape(1)).tolist()
+    else:
+        present, updates = None, [m.count > 0] * turns
 
-    seen = present.movedim([*kept].index(turn), 0).flatten(1).any(1) if turn else present.any().reshape(1)
     fractions = []
-    for some in seen.tolist():
-        running.batches += some
-        momentum = spec.running.momentum
-        fractions.append(1 / max(running.batches, 1) if momentum is None else momentum)
+    for update in updates:
+        running.batches += update
+        fractions.append((1 / max(running.batches, 1) if momentum is None else momentum) * update)
 
-    _move(mean, m.mean.reshape(present.shape), present, [*kept], lives, turn, fractions)
+    _move(mean, m.mean.reshape(sizes), present, [*kept], lives, turn, fractions)
     if spec.whiten:
         correction = float(spec.running.correction if spec.whiten_state == "covariance" else spec.correction)
         batch = whitening.to_store(view, m.centered, m.count, correction)
         groups = whitening.group_names(view)
         for name in spec.whiten.split():  # a mask is one for all channels that are whitened together
-            present = present.select([*kept].index(name), 0)
+            present = None if present is None else present.select([*kept].index(name), 0)
             del kept[name]
         _move(var, batch, present, groups, [name for name in lives if name in groups], turn, fractions)
-    elif spec.scale == "std":
-        batch = m.variance(view, float(spec.running.correction))
-        _move(var, batch.reshape(present.shape), present, [*kept], lives, turn, fractions)
     else:
-        batch = m.under_root(view)
-        _move(var, batch.reshape(present.shape), present, [*kept], lives, turn, fractions)
+        batch = (
+            m.variance(view, float(spec.running.correction)) if spec.scale == "std" else m.under_root(view)
+        )
+        _move(var, batch.reshape(sizes), present, [*kept], lives, turn, fractions)
+
+
+def _ones_for_erased(view: Elementary) -> list[int]:
+    return [axis.size if axis.kept else 1 for axis in view.axes]
+
+
+def _turns_first(present: Tensor, turn: int) -> Tensor:
+    """For each virtual batch, whether any of its sets has an element."""
+    return present.movedim(turn, 0).flatten(1).any(1) if present.ndim > 1 else present
 
 
 def _move(
     run: Tensor,
     batch: Tensor,
-    present: Tensor,
+    present: Tensor | None,
     dims: Sequence[str],
     lives: Sequence[str],
     turn: str | None,
     fractions: Sequence[float],
 ) -> None:
-    """``present`` has the axes ``dims``; ``batch`` those, then the axes of an entry that is a matrix."""
+    """``batch`` has the axes ``dims``, then those of an entry that is a matrix; ``present`` (all: None) ``dims``."""
     entry = range(len(dims), batch.ndim)
-    present = present.reshape(*present.shape, *(1 for _ in entry)).expand(batch.shape)
     first = [dims.index(name) for name in ([turn, *lives] if turn else lives)]
     shared = [i for i in range(len(dims)) if i not in first]
-    shape = (len(fractions), *run.shape, -1) if batch.numel() else (len(fractions), *run.shape, 0)
-    batch = batch.masked_fill(~present, 0.0).permute(*first, *entry, *shared).reshape(shape)
-    number = present.permute(*first, *entry, *shared).reshape(shape).sum(-1)
-    mean = batch.sum(-1) / number.clamp(min=1)
+    shape = (len(fractions), *run.shape, prod([batch.shape[i] for i in shared]))
+    order = (*first, *entry, *shared)
+    if present is None:
+        number = None
+        mean = batch.permute(order).reshape(shape).mean(-1)
+    else:
+        present = present.reshape((*present.shape, *(1 for _ in entry))).expand(batch.shape)
+        number = present.permute(order).reshape(shape).sum(-1)
+        total = batch.masked_fill(~present, 0.0).permute(order).reshape(shape).sum(-1)
+        mean = total / number.clamp(min=1)
     state = run.to(batch.dtype)
     for i, fraction in enumerate(fractions):
-        state = torch.where(number[i] > 0, (1 - fraction) * state + fraction * mean[i], state)
+        if fraction or number is not None:  # without elements there is nothing to follow, not even NaN
+            moved = (1 - fraction) * state + fraction * mean[i]
+            state = moved if number is None else torch.where(number[i] > 0, moved, state)
     run.copy_(state)
 
 
-def _enough(view: Elementary, counts: Tensor) -> None:
+def _enough(view: Elementary, count: int | Tensor) -> None:
     spec = view.spec
     assert spec.running is not None
-    if spec.scale in ("rms", "l2") or spec.whiten_state == "whitening":
+    if spec.scale in ("rms", "l2") or (spec.whiten and spec.whiten_state == "whitening"):
         return
     correction = float(spec.running.correction)
-    few = counts[(counts > 0) & (counts <= correction)]
-    if few.numel():
+    if isinstance(count, Tensor):
+        few = count[(count > 0) & (count <= correction)].tolist()
+    else:
+        few = [count] if 0 < count <= correction else []
+    if few:
         raise BadInput(
             f"a stored variance divides by M - {correction:g}, so every set needs M > {correction:g} elements; got "
-            f"M = {int(few.min())} under {spec.stats!r} in an input of shape {view.shape}. Take larger batches, or "
+            f"M = {int(min(few))} under {spec.stats!r} in an input of shape {view.shape}. Take larger batches, or "
             "Running(correction=0)"
         )
 
 
 def _checked(view: Elementary, running: RunningState | None) -> tuple[Tensor, Tensor]:
-    spec, where = view.spec, view.spec.running_axes
+    spec, where = view.spec, state_axes(view.spec)
     shape = wide_shape = shape_on(where, view.axes)
     if spec.whiten:
         wide_shape = whitening.stored_shape(view, where)

@@ -5,7 +5,7 @@ Below that, the checks of what PyTorch's functions do not have: a residual, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, TypeVar
@@ -21,16 +21,56 @@ from normscope.kernels.layout import Call
 from normscope.spec import NormSpec, families
 from normscope.spec.parts import is_number
 
+is_compiling = torch.compiler.is_compiling
 FLOATS = (torch.float32, *HALF, torch.float64)
 
 
-@constant
+class Shelf:
+    """Calls by name, for torch.compile: an attribute is what its guards can look up again."""
+
+    def __init__(self) -> None:
+        self.names: dict[Hashable, str] = {}
+
+    def put(self, key: Hashable, call: Call | None) -> str:
+        name = self.names.setdefault(key, f"call{len(self.names)}")
+        setattr(self, name, call)
+        return name
+
+
+SHELF = Shelf()
+
+
 def recipe(kind: str, ndim: int, number: int, eps: float | None) -> Call | None:
     """The codes of a named norm for inputs of ``ndim`` axes; None where ``eps`` is no finite number.
 
-    ``number`` is the number of normalized axes for ``"layer"`` and ``"rms"``, of groups for ``"group"``, else 0.
+    ``number`` is the number of normalized axes for ``"layer"`` and ``"rms"``, of groups for ``"group"``, the axis for
+    ``"l2"``, else 0.
     """
-    return _built(kind, ndim, number, eps) if is_number(eps) or (eps is None and kind == "rms") else None
+    if is_compiling():
+        eps = eps if eps is None else plain(eps)
+        found: Call | None = getattr(SHELF, _shelved(kind, ndim, number, eps))
+        return found
+    return _built(kind, ndim, number, eps) if _is_eps(eps, kind) else None
+
+
+def plain(number: float) -> float:
+    """The same number. With open sizes torch.compile holds defaults open too; one that was compared is a number."""
+    if is_compiling():
+        for usual in (1e-5, 1e-8, 1e-12, 0.1):
+            if number == usual:
+                return usual
+    return number
+
+
+def _is_eps(eps: float | None, kind: str) -> bool:
+    return is_number(eps) or (eps is None and kind in ("rms", "pixel", "l2"))
+
+
+@constant
+def _shelved(kind: str, ndim: int, number: int, eps: float | None) -> str:
+    return SHELF.put(
+        (kind, ndim, number, eps), _built(kind, ndim, number, eps) if _is_eps(eps, kind) else None
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -44,6 +84,14 @@ def _built(kind: str, ndim: int, number: int, eps: float | None) -> Call:
         spec = families.group_norm(number, eps=eps)
     elif kind == "instance":
         spec = families.instance_norm(eps=eps, weight=True, bias=True, running=True)
+    elif kind == "pixel":
+        spec = families.pixel_norm(eps=eps)
+    elif kind == "scale":
+        spec = families.scale_norm(eps=eps or 0.0)
+    elif kind == "l2":
+        names = [f"a{i}" for i in range(ndim)]
+        left, right = " ".join(names), " ".join(names[:number] + names[number + 1 :])
+        spec = NormSpec(f"{left} -> {right}", center=False, scale="l2", eps=eps, eps_at="max")
     else:
         spec = families.batch_norm(eps=eps)
     return layout.call(spec, ndim)
@@ -58,7 +106,7 @@ def trailing(
     eps: float | None,
 ) -> Call | None:
     """The codes of a norm over the last axes, or None where something does not fit."""
-    if not isinstance(normalized_shape, (tuple, list)):
+    if not isinstance(normalized_shape, (tuple, list)) or not isinstance(x, Tensor):
         return None
     shape, size = tuple(normalized_shape), x.shape
     ndim = len(size)
@@ -95,9 +143,16 @@ def suits(x: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> bool
     return common is None or common is dtype or (common is torch.float32 and dtype in HALF)
 
 
-@constant
 def _codes(spec: NormSpec, ndim: int) -> Call:
+    if is_compiling():
+        found: Call = getattr(SHELF, _shelved_codes(spec, ndim))
+        return found
     return layout.call(spec, ndim)
+
+
+@constant
+def _shelved_codes(spec: NormSpec, ndim: int) -> str:
+    return SHELF.put((spec, ndim), layout.call(spec, ndim))
 
 
 def codes_of(x: Tensor, spec: NormSpec, *given: tuple[Tensor | None, str | None]) -> Call | None:
