@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import normscope
+import normscope.nn as own
 from normscope.doctor.report import Finding
 
 RULES = ["NS403", "NS404", "NS405"]
@@ -183,3 +184,12 @@ def test_random_inputs_decide_nothing_about_the_users_data() -> None:
     )
     assert [n.code for n in report.not_run] == ["NS403", "NS404"]
     assert report.passed == ("NS405",)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("convention", ["llama", "t5", "gemma"])
+def test_gains_of_language_models_are_weighed_as_they_count(convention: str, dtype: torch.dtype) -> None:
+    """A gemma gain counts from one: the probe failed on it."""
+    norm = own.RMSNorm(64, convention=convention)
+    nn.init.normal_(norm.weight, std=0.5)
+    assert findings(norm.to(dtype), torch.randn(8, 16, 64, dtype=dtype)) == []

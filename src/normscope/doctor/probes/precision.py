@@ -185,6 +185,7 @@ def _rows_spec(spec: NormSpec, eps: float, *, stored: bool) -> NormSpec:
         remainder="error",
         weight=None,
         bias=None,
+        weight_offset=0.0,
         gain=1.0,
         eps=eps,
         running=Running() if stored else None,
