@@ -249,8 +249,8 @@ def _elsewhere_running(
         return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
     if own == "instance" and correction == 1:
         return F.instance_norm(x, mean, var, weight, bias, True, momentum, eps)
-    state = RunningState(mean, var)
-    return composite.normalize(x, call.spec, weight, bias, running=state, momentum=momentum)
+    spec, state = _stateful(call.spec), RunningState(mean, var)
+    return composite.normalize(x, spec, weight, bias, running=state, momentum=momentum)
 
 
 def _elsewhere_fixed(
@@ -364,3 +364,8 @@ def _at(spec: NormSpec, momentum: float) -> NormSpec:
 def _replaced(spec: NormSpec, momentum: float) -> NormSpec:
     running = Running() if spec.running is None else spec.running
     return spec.replace(running=replace(running, momentum=momentum, average="ema"))
+
+
+@constant
+def _stateful(spec: NormSpec) -> NormSpec:
+    return spec if spec.running is not None else spec.replace(running=Running())
