@@ -127,6 +127,51 @@ def test_own_layers_are_sites_with_tensors_and_modes():
     ]
 
 
+class Functions(nn.Module):
+    """Norms that are calls, one of them of a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.weight = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = ns.functional.layer_norm(x, (FEATURES,), self.weight)
+        y, total = ns.functional.add_rms_norm(self.linear(y), x, (FEATURES,), self.weight, 1e-6)
+        return ns.functional.normalize(y, ns.families.l2_normalize()) + total
+
+
+def test_calls_of_functions_are_sites():
+    report = ns.check(Functions(), torch.randn(16, FEATURES))
+    found = [(s.type_name, s.spec.stats, s.spec.scale, s.spec.eps, s.calls, s.shapes) for s in report.sites]
+    shapes = ((16, FEATURES),)
+    assert found == [
+        ("normscope.functional.layer_norm", "... d -> ...", "std", 1e-5, 1, shapes),
+        ("normscope.functional.rms_norm", "... d -> ...", "rms", 1e-6, 1, shapes),
+        ("normscope.functional.normalize", "... d -> ...", "l2", 1e-12, 1, shapes),
+    ]
+    assert {s.kind for s in report.sites} == {"functional"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.norm = own.RMSNorm(FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.linear(x)).relu()
+        return y
+
+
+def test_norm_of_an_exported_program_is_a_site():
+    """With native kernels it holds one of our operators, else one of torch's."""
+    program = torch.export.export(Block(), (torch.randn(16, FEATURES),)).module()
+    report = ns.check(program, torch.randn(16, FEATURES))
+    (site,) = report.sites
+    assert (site.spec.stats, site.spec.scale, site.spec.weight) == ("... d -> ...", "rms", "d")
+
+
 LAYERS = [
     own.BatchNorm1d(6),
     own.BatchNorm2d(6, momentum=None),

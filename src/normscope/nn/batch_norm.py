@@ -119,8 +119,8 @@ class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
 
     >>> import torch
     >>> norm = BatchNorm2d(3)
-    >>> print(norm.spec)
-    b c ... -> c, ndim=4; centered; std, biased; eps 1e-05 inside the root; weight c; bias c; running momentum 0.1
+    >>> norm.spec.stats, norm.spec.eps, norm.spec.running.momentum
+    ('b c ... -> c', 1e-05, 0.1)
     >>> norm(torch.randn(2, 3, 4, 4)).shape
     torch.Size([2, 3, 4, 4])
     """

@@ -29,10 +29,11 @@ class GroupNorm(OptionalBias, nn.GroupNorm):
 
     >>> import torch
     >>> norm = GroupNorm(2, 4)
-    >>> norm(torch.arange(8.0).reshape(1, 4, 2)).flatten().round(decimals=2).tolist()
-    [-1.34, -0.45, 0.45, 1.34, -1.34, -0.45, 0.45, 1.34]
-    >>> print(norm.spec)
-    b (g c) ... -> b g, g=2, ndim=2..; centered; std, biased; eps 1e-05 inside the root; weight (g c); bias (g c)
+    >>> norm(torch.arange(8.0).reshape(1, 4, 2)).flatten().round(decimals=2)
+    tensor([-1.3400, -0.4500,  0.4500,  1.3400, -1.3400, -0.4500,  0.4500,  1.3400],
+           grad_fn=...)
+    >>> norm.spec.stats, norm.spec.sizes, norm.spec.weight
+    ('b (g c) ... -> b g', {'g': 2}, '(g c)')
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
     Arguments, shapes and errors as `InstanceNorm1d`.
 
     >>> print(InstanceNorm2d(3, affine=True).spec)
-    b c ... -> b c, ndim=4; centered; std, biased; eps 1e-05 inside the root; weight c; bias c
+    b c ... -> b c; rank 4; centered; std, biased; eps 1e-05 inside the root; weight c; bias c
     """
 
     _ndim = 4

@@ -31,8 +31,8 @@ class LayerNorm(nn.LayerNorm):
     LayerNorm((4,), eps=1e-05, elementwise_affine=True...)
     >>> norm(torch.tensor([[1e6, 1e6, 1e6, 1e6]])).tolist()
     [[0.0, 0.0, 0.0, 0.0]]
-    >>> print(norm.spec)
-    ... d -> ...; centered; std, biased; eps 1e-05 inside the root; weight d; bias d
+    >>> norm.spec.stats, norm.spec.eps
+    ('... d -> ...', 1e-05)
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ class RMSNorm(nn.RMSNorm):
     >>> norm = RMSNorm(2, convention="gemma")
     >>> norm, norm.weight.tolist()
     (RMSNorm((2,), eps=1e-06, elementwise_affine=True, convention='gemma'), [0.0, 0.0])
-    >>> print(norm.spec)
-    ... d -> ...; not centered; rms; eps 1e-06 inside the root; weight 1 + d; no bias; computed in float32
+    >>> norm.spec.weight_offset, norm.spec.cast
+    (1.0, Cast(compute='float32', weight='before'))
     """
 
     convention: str = "torch"
