@@ -55,7 +55,12 @@ def file_name(isa: str) -> str:
 def instruction_sets() -> dict[str, tuple[str, ...]]:
     """Those of this kind of machine, the fastest first, with their flags."""
     x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
-    return {**(X86 if x86 else {}), "base": ()}
+    if x86:
+        return {
+            **X86,
+            "base": ("-O2",),
+        }  # for CPUs older than 2013: not worth the longest compilation of the three
+    return {"base": ()}
 
 
 def build(folder: Path, isas: Iterable[str] = ()) -> dict[str, str]:
