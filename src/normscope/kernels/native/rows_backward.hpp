@@ -24,36 +24,14 @@ struct Sums {
   double dy = 0, dy_xhat = 0;
 };
 
-template <class L, Form F, class C>
-NS_INLINE typename L::P normalized(typename L::P x, const Scale<C> &s) {
-  if constexpr (F == kScaled) return {x.a * s.inverse, x.b * s.inverse};
-  return {(x.a - s.high) * s.inverse + s.minus, (x.b - s.high) * s.inverse + s.minus};
-}
-
-// Sums over one block of one segment: of factor * dy where `factor` has a value for each element, else of dy.
-template <class T, Form F, bool Each_>
-Sums sums_of(const T *x, const T *dy, int64_t n, const Scale<typename Lanes<T>::C> &s,
-             const typename Lanes<T>::C *factor) {
+template <class T, Form F>
+NS_INLINE typename Lanes<T>::P normalized(typename Lanes<T>::P x, const Scale<typename Lanes<T>::C> &s) {
   using L = Lanes<T>;
-  using V = typename L::V;
-  V one[4] = {}, two[4] = {};
-  const Scale<typename L::C> scale = s;
-  sweep<T>(n, [&](int64_t i, auto span, auto slot) {
-    constexpr int j = 2 * decltype(slot)::value;
-    // Beyond the end dy is 0 and x the mean, so that xhat is finite there.
-    const auto xhat = normalized<L, F>(span.load(x + i, scale.high), scale);
-    auto g = span.load(dy + i, 0);
-    if constexpr (Each_) {
-      const auto f = load_lanes<L>(factor + i);
-      g.a *= f.a, g.b *= f.b;
-    }
-    one[j] += g.a, one[j + 1] += g.b;
-    two[j] += g.a * xhat.a, two[j + 1] += g.b * xhat.b;
-  });
-  return {sum_lanes((one[0] + one[1]) + (one[2] + one[3])), sum_lanes((two[0] + two[1]) + (two[2] + two[3]))};
+  if constexpr (F == kScaled) return x * spread<L>(s.inverse);
+  return multiply_add(x - spread<L>(s.high), spread<L>(s.inverse), spread<L>(s.minus));
 }
 
-// One row of several that are gone through together.
+// One segment of what the tensors hold, or a part of one.
 template <class T>
 struct Line {
   const T *x, *dy, *dsum;
@@ -61,44 +39,57 @@ struct Line {
   Gradient<typename Lanes<T>::C> k;
 };
 
-// dx of R rows with a factor for each element, and their share of the parameters' gradients: loaded once for all R.
+// Sums over n elements of each of the lines at(k): of factor * dy where each element has a factor, else of dy.
+template <class T, Form F, bool Each, class At>
+Sums sums_of(int64_t first, int64_t last, int64_t n, const Scale<typename Lanes<T>::C> &s,
+             const typename Lanes<T>::C *factor, At &&at) {
+  using L = Lanes<T>;
+  Accumulator<T> one, two;
+  for (int64_t k = first; k < last; ++k) {
+    const Line<T> line = at(k);
+    sweep<T>(n, [&](int64_t i, auto span, auto slot) {
+      // Beyond the end dy is 0 and x the mean, so that xhat is finite there.
+      const auto xhat = normalized<T, F>(span.load(line.x + i, s.high), s);
+      auto g = span.load(line.dy + i, 0);
+      if constexpr (Each) g = g * load_lanes<L>(factor + i);
+      one.part[slot] = one.part[slot] + g;
+      two.part[slot] = multiply_add(g, xhat, two.part[slot]);
+    });
+  }
+  return {one.total(), two.total()};
+}
+
+// dx = g * inverse + (xhat * slope + level) + what reaches the sum from elsewhere.
+template <class T, Form F, bool Stream, class Span>
+NS_INLINE void put_dx(const Line<T> &line, int64_t i, Span span, typename Lanes<T>::P g, typename Lanes<T>::P xhat) {
+  using L = Lanes<T>;
+  auto d = g * spread<L>(line.k.x.inverse);
+  if constexpr (F == kScaled) d = multiply_add(xhat, spread<L>(line.k.slope), d);
+  if constexpr (F == kCentered) d = d + multiply_add(xhat, spread<L>(line.k.slope), spread<L>(line.k.level));
+  if (line.dsum) d = d + span.load(line.dsum + i, 0);
+  span.template store<Stream>(line.dx + i, d);
+}
+
+// R lines with a factor for each element, and their share of the parameters' gradients, which are loaded once for all R.
 // Grads: 0 none, 1 of the weight, 2 also of the bias.
 template <class T, Form F, int R, int Grads, bool Dx, bool Stream>
-void dx_each(const Line<T> *line, int64_t n, const typename Lanes<T>::C *factor, typename Lanes<T>::C *dweight,
+void dx_each(const Line<T> *lines, int64_t n, const typename Lanes<T>::C *factor, typename Lanes<T>::C *dweight,
              typename Lanes<T>::C *dbias) {
   using L = Lanes<T>;
   using P = typename L::P;
-  const bool add = line[0].dsum != nullptr;
+  Line<T> line[R];
+  std::copy(lines, lines + R, line);
   const auto step = [&](int64_t i, auto span) {
     const P f = load_lanes<L>(factor + i);
     P w{}, b{};
     if constexpr (Grads > 0) w = load_lanes<L>(dweight + i);
     if constexpr (Grads > 1) b = load_lanes<L>(dbias + i);
     for (int k = 0; k < R; ++k) {
-      const Gradient<typename L::C> &grad = line[k].k;
-      const P xhat = normalized<L, F>(span.load(line[k].x + i, grad.x.high), grad.x), dy = span.load(line[k].dy + i, 0);
-      if constexpr (Grads > 0) w.a += dy.a * xhat.a, w.b += dy.b * xhat.b;
-      if constexpr (Grads > 1) b.a += dy.a, b.b += dy.b;
-      if constexpr (Dx) {
-        P d{dy.a * f.a, dy.b * f.b};
-        if constexpr (F == kFixed) {
-          d.a *= grad.x.inverse, d.b *= grad.x.inverse;
-        } else if constexpr (F == kScaled) {
-          d.a = d.a * grad.x.inverse + xhat.a * grad.slope, d.b = d.b * grad.x.inverse + xhat.b * grad.slope;
-        } else {
-          d.a = d.a * grad.x.inverse + (xhat.a * grad.slope + grad.level);
-          d.b = d.b * grad.x.inverse + (xhat.b * grad.slope + grad.level);
-        }
-        if (add) {
-          const P more = span.load(line[k].dsum + i, 0);
-          d.a += more.a, d.b += more.b;
-        }
-        if constexpr (Stream) {
-          span.stream(line[k].dx + i, d);
-        } else {
-          span.store(line[k].dx + i, d);
-        }
-      }
+      const P dy = span.load(line[k].dy + i, 0);
+      const P xhat = normalized<T, F>(span.load(line[k].x + i, line[k].k.x.high), line[k].k.x);
+      if constexpr (Grads > 0) w = multiply_add(dy, xhat, w);
+      if constexpr (Grads > 1) b = b + dy;
+      if constexpr (Dx) put_dx<T, F, Stream>(line[k], i, span, dy * f, xhat);
     }
     if constexpr (Grads > 0) store_lanes<L>(dweight + i, w);
     if constexpr (Grads > 1) store_lanes<L>(dbias + i, b);
@@ -109,33 +100,15 @@ void dx_each(const Line<T> *line, int64_t n, const typename Lanes<T>::C *factor,
   if constexpr (Stream) stream_fence();
 }
 
-// dx of one segment with one factor.
+// One line with one factor.
 template <class T, Form F, bool Stream>
-void dx_one(const Line<T> &line, int64_t n, typename Lanes<T>::C factor) {
+void dx_one(const Line<T> &given, int64_t n, typename Lanes<T>::C factor) {
   using L = Lanes<T>;
-  using P = typename L::P;
-  const Gradient<typename L::C> grad = line.k;
-  const typename L::C joint = factor * grad.x.inverse;
-  const bool add = line.dsum != nullptr;
+  const Line<T> line = given;
   sweep<T>(n, [&](int64_t i, auto span, auto) {
-    P d = span.load(line.dy + i, 0);
-    d.a *= joint, d.b *= joint;
-    if constexpr (F != kFixed) {
-      const P xhat = normalized<L, F>(span.load(line.x + i, grad.x.high), grad.x);
-      if constexpr (F == kScaled) d.a += xhat.a * grad.slope, d.b += xhat.b * grad.slope;
-      if constexpr (F == kCentered) {
-        d.a += xhat.a * grad.slope + grad.level, d.b += xhat.b * grad.slope + grad.level;
-      }
-    }
-    if (add) {
-      const P more = span.load(line.dsum + i, 0);
-      d.a += more.a, d.b += more.b;
-    }
-    if constexpr (Stream) {
-      span.stream(line.dx + i, d);
-    } else {
-      span.store(line.dx + i, d);
-    }
+    const auto g = span.load(line.dy + i, 0) * spread<L>(factor);
+    const auto xhat = F == kFixed ? g : normalized<T, F>(span.load(line.x + i, line.k.x.high), line.k.x);
+    put_dx<T, F, Stream>(line, i, span, g, xhat);
   });
   if constexpr (Stream) stream_fence();
 }
@@ -150,13 +123,17 @@ class RowsBackward {
   const NsCall &c;
   const Problem &p;
   const Recipe r;
+  const Parameters<T> parameters;
+  const Cut cut;
   const int threads;
   const bool grads, stream;
 
-  RowsBackward(const NsCall &call, const Problem &problem)
+  RowsBackward(const NsCall &call, const Problem &problem, bool alone)
       : c(call),
         p(problem),
         r(call.recipe, problem),
+        parameters(call, problem, r, false),
+        cut(problem, alone),
         threads(threads_for(call, problem)),
         grads(call.dweight || call.dbias),
         stream(streams<T>(problem)) {}
@@ -193,12 +170,13 @@ template <class T, Form F>
 class OneFactor : RowsBackward<T, F> {
   using Base = RowsBackward<T, F>;
   using C = typename Base::C;
-  using Base::c, Base::p, Base::r, Base::threads, Base::grads, Base::stream;
+  using Base::c, Base::p, Base::r, Base::parameters, Base::cut, Base::threads, Base::grads, Base::stream;
 
  public:
-  OneFactor(const NsCall &call, const Problem &problem) : Base(call, problem), cut(problem, !shared(problem)) {}
+  OneFactor(const NsCall &call, const Problem &problem) : Base(call, problem, !shared(problem)) {}
 
   int run() {
+    if (!parameters) return NS_NO_MEMORY;
     const bool split = inside(p, cut, threads);
     Scratch memory((grads || split ? sizeof(Sums) * p.sets * cut.blocks : 0) + (split ? sizeof(Gradient<C>) * p.sets : 0));
     if (!memory) return NS_NO_MEMORY;
@@ -239,8 +217,6 @@ class OneFactor : RowsBackward<T, F> {
   }
 
  private:
-  const Cut cut;
-
   // All segments of a set have the same parameter.
   static bool shared(const Problem &p) {
     for (int i = 0; i < p.erased.n; ++i)
@@ -248,7 +224,9 @@ class OneFactor : RowsBackward<T, F> {
     return true;
   }
 
-  C factor(const Offset &set, const Block &b) const { return factor_at<C>(c, r, set.p + p.erased.at(b.first).p); }
+  C factor(const Offset &set, const Block &b) const {
+    return parameters.factor[parameters.factor_at(set.p + p.erased.at(b.first).p)];
+  }
 
   void add(Sums *g, const Offset &set, const Block &b, const Sums &of_block) const {
     const double f = factor(set, b);
@@ -256,24 +234,15 @@ class OneFactor : RowsBackward<T, F> {
   }
 
   Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
-    Sums total;
-    for (int64_t k = b.first; k < b.last; ++k) {
-      const Line<T> line = this->line(set, p.erased.at(k), b.begin, {});
-      const Sums one = sums_of<T, F, false>(line.x, line.dy, b.size, s, nullptr);
-      total.dy += one.dy, total.dy_xhat += one.dy_xhat;
-    }
-    return total;
+    return sums_of<T, F, false>(b.first, b.last, b.size, s, nullptr,
+                                [&](int64_t k) { return this->line(set, p.erased.at(k), b.begin, {}); });
   }
 
   void put(const Offset &set, const Block &b, const Gradient<C> &k) const {
     const C f = factor(set, b);
     for (int64_t i = b.last; i-- > b.first;) {
       const Line<T> line = this->line(set, p.erased.at(i), b.begin, k);
-      if (stream && aligned(line.dx)) {
-        dx_one<T, F, true>(line, b.size, f);
-      } else {
-        dx_one<T, F, false>(line, b.size, f);
-      }
+      with(stream && aligned(line.dx), [&](auto past) { dx_one<T, F, sizeof(T) <= 4 && past>(line, b.size, f); });
     }
   }
 
@@ -309,31 +278,28 @@ class EachFactor : RowsBackward<T, F> {
   using Base = RowsBackward<T, F>;
   using L = Lanes<T>;
   using C = typename Base::C;
-  using Base::c, Base::p, Base::r, Base::threads, Base::grads, Base::stream;
+  using Base::c, Base::p, Base::r, Base::parameters, Base::cut, Base::threads, Base::grads, Base::stream;
 
  public:
-  EachFactor(const NsCall &call, const Problem &problem) : Base(call, problem), each(call, problem, r, false), cut(problem, true) {
-    together = 2 * kTogether * p.set_size * int64_t(sizeof(T)) <= kTogetherBytes;
-  }
+  EachFactor(const NsCall &call, const Problem &problem)
+      : Base(call, problem, true), together(2 * kTogether * p.set_size * int64_t(sizeof(T)) <= kTogetherBytes) {}
 
   int run() {
-    if (!each) return NS_NO_MEMORY;
+    if (!parameters) return NS_NO_MEMORY;
     // Few long sets with a parameter for each of their elements: each task has some parameters to itself.
     if (p.sets < 64 && p.set_size >= 4 * kBlock && p.parameters == p.set_size) return by_blocks();
     return by_sets();
   }
 
  private:
-  const Each<T> each;
-  const Cut cut;
-  bool together;
+  const bool together;
 
   int kinds() const { return !grads ? 0 : c.dbias ? 2 : 1; }
 
   Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
     const Offset segment = p.erased.at(b.first);
-    const Line<T> line = this->line(set, segment, b.begin, {});
-    return sums_of<T, F, true>(line.x, line.dy, b.size, s, each.factor + each.runs.at(set.p + segment.p + b.begin));
+    return sums_of<T, F, true>(0, 1, b.size, s, parameters.factor + parameters.runs.at(set.p + segment.p + b.begin),
+                               [&](int64_t) { return this->line(set, segment, b.begin, {}); });
   }
 
   Gradient<C> gradient(const Offset &set) const {
@@ -352,17 +318,17 @@ class EachFactor : RowsBackward<T, F> {
 
   template <int R>
   void lines(const Line<T> *line, int64_t n, int64_t lane, C *dweight, C *dbias) const {
-    const C *factor = each.factor + lane;
-    bool past = stream && c.dx;
+    const C *factor = parameters.factor + lane;
+    const auto go = [&](auto dx, auto past) {
+      constexpr bool d = decltype(dx)::value, s = decltype(past)::value;
+      if (kinds() == 2) return dx_each<T, F, R, 2, d, s>(line, n, factor, dweight, dbias);
+      if (kinds() == 1) return dx_each<T, F, R, 1, d, s>(line, n, factor, dweight, dbias);
+      if constexpr (d) dx_each<T, F, R, 0, d, s>(line, n, factor, dweight, dbias);
+    };
+    if (!c.dx) return go(std::false_type{}, std::false_type{});
+    bool past = stream;
     for (int k = 0; k < R; ++k) past = past && aligned(line[k].dx);
-    with(past, [&](auto streamed) {
-      with(c.dx != nullptr, [&](auto dx) {
-        constexpr bool st = decltype(streamed)::value && decltype(dx)::value, d = decltype(dx)::value;
-        if (kinds() == 2) return dx_each<T, F, R, 2, d, st>(line, n, factor, dweight, dbias);
-        if (kinds() == 1) return dx_each<T, F, R, 1, d, st>(line, n, factor, dweight, dbias);
-        dx_each<T, F, R, 0, d, st>(line, n, factor, dweight, dbias);
-      });
-    });
+    with(past, [&](auto flag) { go(std::true_type{}, std::bool_constant<sizeof(T) <= 4 && R == kTogether && flag>{}); });
   }
 
   // A block of R sets whose parameters are the same.
@@ -371,14 +337,14 @@ class EachFactor : RowsBackward<T, F> {
     const Offset segment = p.erased.at(b.first);
     Line<T> line[R];
     for (int i = 0; i < R; ++i) line[i] = this->line(set[i], segment, b.begin, k[i]);
-    lines<R>(line, b.size, each.runs.at(set[0].p + segment.p + b.begin), dweight, dbias);
+    lines<R>(line, b.size, parameters.runs.at(set[0].p + segment.p + b.begin), dweight, dbias);
   }
 
   // Sets in chunks, each with sums of its own for all parameters, added up in double in the order of chunks.
   int by_sets() {
     const int64_t uses = p.elements / p.parameters, share = std::clamp<int64_t>(uses / 32, 16, 256);
     const int64_t a_chunk = ceil_div(p.sets, std::clamp<int64_t>(uses / share, 1, p.sets));
-    const int64_t chunks = ceil_div(p.sets, a_chunk), size = each.runs.size();
+    const int64_t chunks = ceil_div(p.sets, a_chunk), size = parameters.runs.size();
     Scratch memory(sizeof(C) * size * kinds() * chunks);
     if (!memory) return NS_NO_MEMORY;
     C *partial = memory.as<C>();
@@ -397,7 +363,7 @@ class EachFactor : RowsBackward<T, F> {
         }
         for (int64_t b = cut.blocks; b-- > 0;) {
           const Block block_ = cut.at(b);
-          const int64_t at = each.runs.at(set[0].p + p.erased.at(block_.first).p + block_.begin);
+          const int64_t at = parameters.runs.at(set[0].p + p.erased.at(block_.first).p + block_.begin);
           if (n == kTogether) {
             block<kTogether>(set, k, block_, dweight + at, dbias + at);
           } else {
@@ -455,7 +421,7 @@ class EachFactor : RowsBackward<T, F> {
 
   void fold(const C *partial, int64_t chunks, int64_t size) const {
     const int64_t step = chunks * size * kinds();
-    const Runs<T> &runs = each.runs;
+    const Runs<T> &runs = parameters.runs;
     const int64_t pieces = ceil_div(runs.inner, kBlock);
     parallel_for(runs.runs * pieces, step < kSerial ? 1 : threads, [&](int64_t task) {
       const int64_t run = task / pieces, begin = (task - run * pieces) * kBlock, n = std::min(kBlock, runs.inner - begin);

@@ -52,27 +52,23 @@ template <class T, bool Center>
 Moments block_moments(const Problem &p, const Source<T> &x, const Offset &set, const Block &b) {
   using L = Lanes<T>;
   using C = typename L::C;
-  using V = typename L::V;
   Moments m;
   m.n = b.count();
   C shift = Center ? near_mean(x.at(set, p.erased.at(b.first)) + b.begin, b.size) : C(0);
   for (int trial = 0;; ++trial) {
-    V s[4] = {}, q[4] = {};
+    Accumulator<T> sum, squares;
+    const auto level = spread<L>(shift);
     for (int64_t k = b.first; k < b.last; ++k) {
       const T *row = x.at(set, p.erased.at(k)) + b.begin;
       sweep<T>(b.size, [&](int64_t i, auto span, auto slot) {
-        constexpr int j = 2 * decltype(slot)::value;
         auto v = span.load(row + i, shift);
-        if constexpr (Center) {
-          v.a -= shift, v.b -= shift;
-          s[j] += v.a, s[j + 1] += v.b;
-        }
-        q[j] += v.a * v.a, q[j + 1] += v.b * v.b;
+        if constexpr (Center) v = v - level, sum.part[slot] = sum.part[slot] + v;
+        squares.part[slot] = multiply_add(v, v, squares.part[slot]);
       });
     }
-    m.squares = sum_lanes((q[0] + q[1]) + (q[2] + q[3]));
+    m.squares = squares.total();
     if constexpr (!Center) return m;
-    const double sum = sum_lanes((s[0] + s[1]) + (s[2] + s[3])), mean = sum / m.n, off = mean * sum;
+    const double total = sum.total(), mean = total / m.n, off = mean * total;
     m.pivot = shift, m.mean = mean, m.squares -= off;
     if (!(off > 4 * m.squares) || trial == 3) break;
     shift = C(shift + mean);
@@ -117,60 +113,44 @@ using Apply = void (*)(const T *x, T *y, int64_t n, const Scale<typename Lanes<T
                        const typename Lanes<T>::C *factor, const typename Lanes<T>::C *bias);
 
 // One segment. Each: factor and bias have one value an element, else one for all.
-template <class T, bool Center, bool Each_, bool Bias, bool Round, bool Stream>
+template <class T, bool Center, bool Each, bool Bias, bool Round, bool Stream>
 void apply(const T *x, T *y, int64_t n, const Scale<typename Lanes<T>::C> &s, const typename Lanes<T>::C *factor,
            const typename Lanes<T>::C *bias) {
   using L = Lanes<T>;
-  using C = typename L::C;
-  using V = typename L::V;
   using P = typename L::P;
-  if (Stream && !aligned(y)) return apply<T, Center, Each_, Bias, Round, false>(x, y, n, s, factor, bias);
-  const C high = s.high, minus = s.minus, inverse = s.inverse;
-  const C one_factor = *factor, one_bias = Bias ? *bias : C(0);
-  const C joint = inverse * one_factor, constant = minus * one_factor + one_bias;
+  if (Stream && !aligned(y)) return apply<T, Center, Each, Bias, Round, false>(x, y, n, s, factor, bias);
+  const P high = spread<L>(s.high), minus = spread<L>(s.minus), inverse = spread<L>(s.inverse);
+  const P one_factor = spread<L>(*factor), one_bias = spread<L>(Bias ? *bias : 0);
+  const P joint = inverse * one_factor, rest = multiply_add(minus, one_factor, one_bias);
   sweep<T>(n, [&](int64_t i, auto span, auto) {
-    P v = span.load(x + i, C(0));
-    if constexpr (Center) v.a -= high, v.b -= high;
-    if constexpr (!Each_ && !Round) {
-      if constexpr (Center || Bias) {
-        v.a = v.a * joint + constant, v.b = v.b * joint + constant;
-      } else {
-        v.a *= joint, v.b *= joint;
-      }
+    P v = span.load(x + i, 0);
+    if constexpr (Center) v = v - high;
+    if constexpr (!Each && !Round) {
+      v = Center || Bias ? multiply_add(v, joint, rest) : v * joint;
     } else {
-      if constexpr (Center) {
-        v.a = v.a * inverse + minus, v.b = v.b * inverse + minus;
-      } else {
-        v.a *= inverse, v.b *= inverse;
-      }
+      v = Center ? multiply_add(v, inverse, minus) : v * inverse;
       if constexpr (Round) v = L::round(v);
-      P f{V{} + one_factor, V{} + one_factor}, add{V{} + one_bias, V{} + one_bias};
-      if constexpr (Each_) f = load_lanes<L>(factor + i);
-      if constexpr (Each_ && Bias) add = load_lanes<L>(bias + i);
+      const P f = Each ? load_lanes<L>(factor + i) : one_factor;
       if constexpr (Bias) {
-        v.a = v.a * f.a + add.a, v.b = v.b * f.b + add.b;
+        v = multiply_add(v, f, Each ? load_lanes<L>(bias + i) : one_bias);
       } else {
-        v.a *= f.a, v.b *= f.b;
+        v = v * f;
       }
     }
-    if constexpr (Stream) {
-      span.stream(y + i, v);
-    } else {
-      span.store(y + i, v);
-    }
+    span.template store<Stream>(y + i, v);
   });
   if constexpr (Stream) stream_fence();
 }
 
 template <class T>
 Apply<T> pick_apply(bool center, bool each, bool bias, bool round, bool stream) {
+  constexpr bool half = sizeof(T) == 2, can_stream = sizeof(T) <= 4;
   return with(center, [=](auto c) {
     return with(each, [=](auto e) {
       return with(bias, [=](auto b) {
-        return with(round && sizeof(T) == 2, [=](auto r) {
-          return with(stream, [=](auto s) -> Apply<T> {
-            return apply<T, decltype(c)::value, decltype(e)::value, decltype(b)::value,
-                         decltype(r)::value && sizeof(T) == 2, decltype(s)::value>;
+        return with(round && half, [=](auto r) {
+          return with(stream && can_stream, [=](auto s) -> Apply<T> {
+            return apply<T, c, e, b, half && r, can_stream && s>;
           });
         });
       });
@@ -181,12 +161,16 @@ Apply<T> pick_apply(bool center, bool each, bool bias, bool round, bool stream) 
 template <class T>
 void add_segments(const T *x, const T *residual, T *sum, int64_t n) {
   sweep<T>(n, [&](int64_t i, auto span, auto) {
-    const auto a = span.load(x + i, 0), b = span.load(residual + i, 0);
-    span.store(sum + i, {a.a + b.a, a.b + b.b});
+    span.template store<false>(sum + i, span.load(x + i, 0) + span.load(residual + i, 0));
   });
 }
 
 // ---- drivers
+
+// Short sets are gone through some at a time: while the statistics of one wait for its last sums, those of the others
+// proceed.
+constexpr int kAtATime = 4;
+constexpr int64_t kShort = 2048;
 
 template <class T>
 class RowsForward {
@@ -194,26 +178,56 @@ class RowsForward {
   using C = typename Lanes<T>::C;
 
   RowsForward(const NsCall &call, const Problem &problem)
-      : c(call), p(problem), r(call.recipe, problem), cut(problem, false), threads(threads_for(call, problem)) {
-    if (p.inner_p) each.emplace(c, p, r, true);
-    apply = pick_apply<T>(r.center, p.inner_p != 0, p.inner_p ? each->bias != nullptr : c.bias != nullptr,
-                          r.round_first, streams<T>(p));
-    source = {static_cast<const T *>(c.residual ? c.sum : c.x), c.residual != nullptr};
-    // Where eps drowns them, squares too small for float need no second look.
-    least = r.eps_at == NS_VARIANCE && r.eps >= 1e-20 ? 0 : 1e-30;
-  }
+      : c(call),
+        p(problem),
+        r(call.recipe, problem),
+        cut(problem, false),
+        threads(threads_for(call, problem)),
+        parameters(call, problem, r, true),
+        apply(pick_apply<T>(r.center, p.inner_p != 0, parameters.bias != nullptr, r.round_first, streams<T>(p))),
+        source{static_cast<const T *>(c.residual ? c.sum : c.x), c.residual != nullptr},
+        // Where eps drowns them, squares too small for float need no second look.
+        least(r.eps_at == NS_VARIANCE && r.eps >= 1e-20 ? 0 : 1e-30) {}
 
   int by_batch() {
-    if (p.inner_p && !*each) return NS_NO_MEMORY;
-    if (!inside(p, cut, threads)) {
-      return parallel_for(p.sets, threads, [&](int64_t i) {
-        const Offset set = p.kept.at(i);
-        Moments m;
-        for (int64_t k = 0; k < cut.blocks; ++k) m.add(moments(set, cut.at(k)));
-        const Scale<C> s = finish(set, m);
-        for (int64_t k = cut.blocks; k-- > 0;) put(set, cut.at(k), s);
-      });
-    }
+    if (!parameters) return NS_NO_MEMORY;
+    if (inside(p, cut, threads)) return by_blocks();
+    const int at_a_time = p.set_size <= kShort ? kAtATime : 1;
+    return parallel_for(ceil_div(p.sets, at_a_time), threads, [&](int64_t task) {
+      Offset set[kAtATime];
+      Moments m[kAtATime];
+      Scale<C> s[kAtATime];
+      const int n = int(std::min<int64_t>(at_a_time, p.sets - task * at_a_time));
+      for (int i = 0; i < n; ++i) {
+        set[i] = p.kept.at(task * at_a_time + i);
+        for (int64_t k = 0; k < cut.blocks; ++k) m[i].add(moments(set[i], cut.at(k)));
+      }
+      for (int i = 0; i < n; ++i) s[i] = finish(set[i], m[i]);
+      for (int i = n; i-- > 0;)
+        for (int64_t k = cut.blocks; k-- > 0;) put(set[i], cut.at(k), s[i]);
+    });
+  }
+
+  int by_stored() {
+    if (!parameters) return NS_NO_MEMORY;
+    return parallel_for(p.sets * cut.blocks, threads, [&](int64_t i) {
+      const Offset set = p.kept.at(i / cut.blocks);
+      put(set, cut.at(i % cut.blocks), stored_scale<C>(c, r, set.s));
+    });
+  }
+
+ private:
+  const NsCall &c;
+  const Problem &p;
+  const Recipe r;
+  const Cut cut;
+  const int threads;
+  const Parameters<T> parameters;
+  const Apply<T> apply;
+  const Source<T> source;
+  const double least;
+
+  int by_blocks() {
     Scratch memory(sizeof(Moments) * p.sets * cut.blocks + sizeof(Scale<C>) * p.sets);
     if (!memory) return NS_NO_MEMORY;
     Moments *of_block = memory.as<Moments>();
@@ -228,25 +242,6 @@ class RowsForward {
     });
     return each_block_backwards(p, cut, threads, [&](int64_t i, int64_t k) { put(p.kept.at(i), cut.at(k), of_set[i]); });
   }
-
-  int by_stored() {
-    if (p.inner_p && !*each) return NS_NO_MEMORY;
-    return parallel_for(p.sets * cut.blocks, threads, [&](int64_t i) {
-      const Offset set = p.kept.at(i / cut.blocks);
-      put(set, cut.at(i % cut.blocks), stored_scale<C>(c, r, set.s));
-    });
-  }
-
- private:
-  const NsCall &c;
-  const Problem &p;
-  const Recipe r;
-  const Cut cut;
-  const int threads;
-  std::optional<Each<T>> each;
-  Apply<T> apply;
-  Source<T> source;
-  double least;
 
   Moments moments(const Offset &set, const Block &b) const {
     if (c.residual)
@@ -275,14 +270,9 @@ class RowsForward {
       const Offset segment = p.erased.at(k);
       const T *x = source.at(set, segment) + b.begin;
       T *y = static_cast<T *>(c.y) + set.y + segment.y + b.begin;
-      const int64_t at = set.p + segment.p;
-      if (p.inner_p) {
-        const int64_t lane = each->runs.at(at + b.begin);
-        apply(x, y, b.size, s, each->factor + lane, each->bias ? each->bias + lane : nullptr);
-      } else {
-        const C factor = factor_at<C>(c, r, at), bias = bias_at<C>(c, at);
-        apply(x, y, b.size, s, &factor, &bias);
-      }
+      const int64_t at = set.p + segment.p + (p.inner_p ? b.begin : 0);
+      apply(x, y, b.size, s, parameters.factor + parameters.factor_at(at),
+            parameters.bias ? parameters.bias + parameters.runs.at(at) : nullptr);
     }
   }
 };

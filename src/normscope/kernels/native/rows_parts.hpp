@@ -70,16 +70,24 @@ template <class T>
 struct Whole {
   using L = Lanes<T>;
   NS_INLINE typename L::P load(const T *p, typename L::C) const { return L::load(p); }
-  NS_INLINE void store(T *p, typename L::P v) const { L::store(p, v); }
-  NS_INLINE void stream(T *p, typename L::P v) const { L::stream(p, v); }
+  template <bool Stream>
+  NS_INLINE void store(T *p, typename L::P v) const {
+    if constexpr (Stream) {
+      L::stream(p, v);
+    } else {
+      L::store(p, v);
+    }
+  }
 };
 template <class T>
 struct Part {
   using L = Lanes<T>;
   int n;
   NS_INLINE typename L::P load(const T *p, typename L::C fill) const { return L::load_part(p, n, fill); }
-  NS_INLINE void store(T *p, typename L::P v) const { L::store_part(p, v, n); }
-  NS_INLINE void stream(T *p, typename L::P v) const { store(p, v); }
+  template <bool Stream>
+  NS_INLINE void store(T *p, typename L::P v) const {
+    L::store_part(p, v, n);
+  }
 };
 
 // f(i, span, slot) for every pack of n elements: i where it starts, span how to load and store it, slot which of two sets
@@ -106,6 +114,20 @@ template <class L>
 NS_INLINE void store_lanes(typename L::C *p, typename L::P v) {
   store_raw(p, v.a), store_raw(p + L::kWide, v.b);
 }
+template <class L>
+NS_INLINE typename L::P spread(typename L::C v) {
+  return {typename L::V{} + v, typename L::V{} + v};
+}
+
+// Sums over elements: two packs of accumulators, so that an addition need not wait for the one before.
+template <class T>
+struct Accumulator {
+  typename Lanes<T>::P part[2] = {};
+  double total() const {
+    const auto both = part[0] + part[1];
+    return sum_lanes(both.a + both.b);
+  }
+};
 
 // f(std::true_type) or f(std::false_type): a flag of the call becomes one of the compiler.
 template <class F>
@@ -126,80 +148,94 @@ NS_INLINE auto with_dtype(int dtype, F &&f) {
 
 // ---- streaming stores
 
-// Outputs of more bytes than this bypass the caches.
-constexpr int64_t kStream = int64_t{1} << 40;
+// Outputs of more bytes than this bypass the caches: several times what a core's own cache holds, they would leave it
+// before anyone reads them, and the line need not be read before it is written.
+constexpr int64_t kStreamBytes = 8 << 20;
 
 template <class T>
 bool streams(const Problem &p) {
-  return Lanes<T>::kStreams && p.elements * int64_t(sizeof(T)) > kStream;
+  return sizeof(T) <= 4 && p.elements * int64_t(sizeof(T)) > kStreamBytes;
 }
 inline bool aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
 
-// ---- parameters of each element
+// ---- parameters
 
-// Arrays over the parameters in compute precision, in the order of lanes. Parameters come in runs of `inner`; each run is
-// padded to whole packs, so that the last pack of a segment can be read like any other.
+// Arrays over the parameters in compute precision. Where each element has its own they are in the order of lanes: they
+// come in runs of `inner`, and each run is padded to whole packs, so that the last pack of a segment is like any other.
+// Else a segment has one, and they are in their own order.
 template <class T>
 struct Runs {
   using L = Lanes<T>;
+  bool each;
   int64_t inner, runs, pitch;
 
   explicit Runs(const Problem &p)
-      : inner(p.inner), runs(p.parameters / p.inner), pitch(ceil_div(p.inner, L::kPack) * L::kPack) {}
+      : each(p.inner_p != 0), inner(each ? p.inner : p.parameters), runs(p.parameters / inner) {
+    pitch = each ? ceil_div(inner, L::kPack) * L::kPack : inner;
+  }
 
   int64_t size() const { return runs * pitch; }
   // Where the parameter of number p stands, p the first of a run or a whole number of packs after it.
   int64_t at(int64_t p) const {
-    if (pitch == inner || runs == 1) return p;
+    if (runs == 1 || pitch == inner) return p;
     const int64_t run = p / inner;
     return run * pitch + (p - run * inner);
   }
 };
 
-// (offset + source) * gain, laid out in lanes; source of type S.
+// (offset + source) * gain for source of type S.
 template <class T, class S>
-void to_lanes(const Runs<T> &runs, const S *source, double offset, double gain, typename Lanes<T>::C *out) {
+void convert(const Runs<T> &runs, const S *source, double offset, double gain, typename Lanes<T>::C *out) {
   using L = Lanes<T>;
   using C = typename L::C;
   const bool plain = offset == 0 && gain == 1;
-  for (int64_t run = 0; run < runs.runs; ++run) {
-    const S *from = source + run * runs.inner;
-    C *to = out + run * runs.pitch;
-    for (int64_t i = 0; i < runs.inner; i += L::kPack) {
-      C value[L::kPack] = {};
-      const int n = int(std::min<int64_t>(L::kPack, runs.inner - i));
+  const auto one = [=](S v) { return plain ? C(Lanes<S>::value(v)) : C((offset + Lanes<S>::value(v)) * gain); };
+  if (!runs.each) {
+    for (int64_t i = 0; i < runs.size(); ++i) out[i] = one(source[i]);
+    return;
+  }
+  for (int64_t run = 0; run < runs.runs; ++run, source += runs.inner, out += runs.pitch) {
+    int64_t i = 0;
+    for (; i + L::kPack <= runs.inner; i += L::kPack) {
       if constexpr (std::is_same_v<S, T>) {
         if (plain) {
-          store_lanes<L>(to + i, n == L::kPack ? L::load(from + i) : L::load_part(from + i, n, 0));
+          store_lanes<L>(out + i, L::load(source + i));
           continue;
         }
       }
-      for (int j = 0; j < n; ++j) value[j] = plain ? C(Lanes<S>::value(from[i + j])) : C((offset + Lanes<S>::value(from[i + j])) * gain);
-      for (int j = 0; j < L::kPack; ++j) to[i + lane_of<T>(j)] = value[j];
+      for (int j = 0; j < L::kPack; ++j) out[i + lane_of<T>(j)] = one(source[i + j]);
     }
+    if (i == runs.inner) continue;
+    std::fill(out + i, out + runs.pitch, C(0));
+    for (int j = 0; i + j < runs.inner; ++j) out[i + lane_of<T>(j)] = one(source[i + j]);
   }
 }
 
-// The factors (offset + weight) * gain and biases of each element; `bias` is null where there is none.
+// The factors (offset + weight) * gain, and the biases, null where there are none. Used where they lie if they can be.
 template <class T>
-class Each {
+class Parameters {
  public:
   using L = Lanes<T>;
   using C = typename L::C;
   const Runs<T> runs;
   const C *factor = nullptr, *bias = nullptr;
 
-  Each(const NsCall &c, const Problem &p, const Recipe &r, bool with_bias) : runs(p) {
-    const bool usable = !L::kSplit && runs.pitch == runs.inner && c.weight_dtype == (sizeof(C) == 4 ? NS_FLOAT32 : NS_FLOAT64);
-    const bool own_factor = !(usable && c.weight && r.offset == 0 && r.gain == 1);
-    const bool own_bias = with_bias && c.bias && !usable;
-    if (!own_factor) factor = static_cast<const C *>(c.weight);
-    if (with_bias && usable) bias = static_cast<const C *>(c.bias);
-    if (!own_factor && !own_bias) return;
-    memory_.emplace((own_factor + own_bias) * runs.size() * sizeof(C));
+  Parameters(const NsCall &c, const Problem &p, const Recipe &r, bool with_bias) : runs(p) {
+    const bool lie_right = c.weight_dtype == (sizeof(C) == 4 ? NS_FLOAT32 : NS_FLOAT64) && runs.pitch == runs.inner &&
+                           !(runs.each && L::kSplit);
+    if (!c.weight && !runs.each) {
+      single_ = C(r.gain), factor = &single_;
+    } else if (lie_right && c.weight && r.offset == 0 && r.gain == 1) {
+      factor = static_cast<const C *>(c.weight);
+    }
+    const bool biased = with_bias && c.bias;
+    if (biased && lie_right) bias = static_cast<const C *>(c.bias);
+    const int arrays = !factor + (biased && !bias);
+    if (arrays == 0) return;
+    memory_.emplace(arrays * runs.size() * sizeof(C));
     if (!*memory_) return;
     C *next = memory_->template as<C>();
-    if (own_factor) {
+    if (!factor) {
       if (c.weight) {
         fill(c.weight, c.weight_dtype, r.offset, r.gain, next);
       } else {
@@ -207,17 +243,23 @@ class Each {
       }
       factor = next, next += runs.size();
     }
-    if (own_bias) fill(c.bias, c.weight_dtype, 0, 1, next), bias = next;
+    if (biased && !bias) fill(c.bias, c.weight_dtype, 0, 1, next), bias = next;
   }
+  Parameters(const Parameters &) = delete;
 
-  explicit operator bool() const { return factor != nullptr; }
+  // False where there was no memory.
+  explicit operator bool() const { return !memory_ || *memory_; }
+
+  // Of a parameter's number to where its factor and bias stand.
+  int64_t factor_at(int64_t p) const { return factor == &single_ ? 0 : runs.at(p); }
 
  private:
   std::optional<Scratch> memory_;
+  C single_ = 0;
 
   void fill(const void *source, int dtype, double offset, double gain, C *out) {
     with_dtype(dtype, [&](auto type) {
-      to_lanes<T>(runs, static_cast<const decltype(type) *>(source), offset, gain, out);
+      convert<T>(runs, static_cast<const decltype(type) *>(source), offset, gain, out);
     });
   }
 };
