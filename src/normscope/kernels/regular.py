@@ -21,8 +21,8 @@ from normscope.kernels.layout import Call
 from normscope.spec import NormSpec, families
 from normscope.spec.parts import is_number
 
-is_compiling = torch.compiler.is_compiling
-FLOATS = (torch.float32, *HALF, torch.float64)
+is_compiling, strided = torch.compiler.is_compiling, torch.strided
+FLOATS = frozenset((torch.float32, *HALF, torch.float64))
 
 
 class Shelf:
@@ -50,13 +50,17 @@ def recipe(kind: str, ndim: int, number: int, eps: float | None) -> Call | None:
         eps = eps if eps is None else plain(eps)
         found: Call | None = getattr(SHELF, _shelved(kind, ndim, number, eps))
         return found
-    return _built(kind, ndim, number, eps) if _is_eps(eps, kind) else None
+    return _built(kind, ndim, number, eps) if type(eps) is float or _is_eps(eps, kind) else None
 
 
 def plain(number: float) -> float:
-    """The same number. With open sizes torch.compile holds defaults open too; one that was compared is a number."""
+    """The same number. With open sizes torch.compile may hold numbers open too; one that was compared is a constant.
+
+    A number that is not usual breaks the graph then.
+    """
     if is_compiling():
-        for usual in (1e-5, 1e-8, 1e-12, 0.1):
+        # written here: a global would be held open like the rest
+        for usual in (1e-5, 1e-6, 1e-3, 1e-12, 1e-8, 1e-7, 1e-4, 1e-10, 0.1, 0.01, 0.05, 0.2, 0.3, 0.5, 1.0):
             if number == usual:
                 return usual
     return number
@@ -74,7 +78,9 @@ def _shelved(kind: str, ndim: int, number: int, eps: float | None) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _built(kind: str, ndim: int, number: int, eps: float | None) -> Call:
+def _built(kind: str, ndim: int, number: int, eps: float | None) -> Call | None:
+    if not _is_eps(eps, kind):
+        return None
     axes = "d" if number == 1 else " ".join(f"d{i}" for i in range(number))
     if kind == "layer":
         spec = families.layer_norm(axes, eps=eps)
@@ -106,7 +112,7 @@ def trailing(
     eps: float | None,
 ) -> Call | None:
     """The codes of a norm over the last axes, or None where something does not fit."""
-    if not isinstance(normalized_shape, (tuple, list)) or not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or not isinstance(normalized_shape, (tuple, list)):
         return None
     shape, size = tuple(normalized_shape), x.shape
     ndim = len(size)
@@ -131,15 +137,16 @@ def states(mean: Tensor | None, var: Tensor | None, by_batch: bool) -> bool:
 def suits(x: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> bool:
     """Whether x is one of the usual floats, dense and not empty, and every parameter has ``shape`` and one dtype:
     that of x, or float32 beside half types."""
-    dtype = x.dtype
-    if dtype not in FLOATS or x.layout is not torch.strided or not x.numel():
+    dtype, here = x.dtype, x.is_cpu
+    if dtype not in FLOATS or x.layout is not strided or not x.numel():
         return False
     common = None
     for p in parameters:
         if p is not None:
-            if p.shape != shape or p.device != x.device or p.dtype is not (common or p.dtype):
+            if common is None:
+                common = p.dtype
+            if p.shape != shape or p.dtype is not common or p.is_cpu is not here:
                 return False
-            common = p.dtype
     return common is None or common is dtype or (common is torch.float32 and dtype in HALF)
 
 
