@@ -139,14 +139,14 @@ class RowsBackward {
         stream(streams<T>(problem)) {}
 
   // The factors are left in the sums over g by the caller.
-  Gradient<C> gradient(int64_t set, const Scale<C> &s, Sums g) const {
+  NS_ONE_COPY Gradient<C> gradient(int64_t set, const Scale<C> &s, Sums g) const {
     if constexpr (F == kFixed) return {s, 0, 0};
     const double motion = r.motion(double(root(set)));
     const double slope = motion * g.dy_xhat / r.divisor, level = F == kCentered ? g.dy / r.n : 0;
     return {s, C(-slope * double(s.inverse)), C(-level * double(s.inverse))};
   }
 
-  Scale<C> scale_of(int64_t set) const {
+  NS_ONE_COPY Scale<C> scale_of(int64_t set) const {
     if constexpr (F == kFixed) return stored_scale<C>(c, r, set);
     const C *stats = static_cast<const C *>(c.stats);
     Mean<C> mean{0, 0};
@@ -228,12 +228,12 @@ class OneFactor : RowsBackward<T, F> {
     return parameters.factor[parameters.factor_at(set.p + p.erased.at(b.first).p)];
   }
 
-  void add(Sums *g, const Offset &set, const Block &b, const Sums &of_block) const {
+  NS_ONE_COPY void add(Sums *g, const Offset &set, const Block &b, const Sums &of_block) const {
     const double f = factor(set, b);
     g->dy += f * of_block.dy, g->dy_xhat += f * of_block.dy_xhat;
   }
 
-  Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
+  NS_ONE_COPY Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
     return sums_of<T, F, false>(b.first, b.last, b.size, s, nullptr,
                                 [&](int64_t k) { return this->line(set, p.erased.at(k), b.begin, {}); });
   }
@@ -287,7 +287,7 @@ class EachFactor : RowsBackward<T, F> {
   int run() {
     if (!parameters) return NS_NO_MEMORY;
     // Few long sets with a parameter for each of their elements: each task has some parameters to itself.
-    if (p.sets < 64 && p.set_size >= 4 * kBlock && p.parameters == p.set_size) return by_blocks();
+    if (p.sets < 64 && p.set_size >= 8 * kBlock && p.parameters == p.set_size) return by_blocks();
     return by_sets();
   }
 
@@ -296,7 +296,7 @@ class EachFactor : RowsBackward<T, F> {
 
   int kinds() const { return !grads ? 0 : c.dbias ? 2 : 1; }
 
-  Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
+  NS_ONE_COPY Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
     const Offset segment = p.erased.at(b.first);
     return sums_of<T, F, true>(0, 1, b.size, s, parameters.factor + parameters.runs.at(set.p + segment.p + b.begin),
                                [&](int64_t) { return this->line(set, segment, b.begin, {}); });

@@ -15,7 +15,7 @@ struct Moments {
   double pivot = 0, mean = 0, squares = 0, n = 0;
 
   // Chan, Golub and LeVeque 1979, eq. 2.1.
-  void add(const Moments &o) {
+  NS_ONE_COPY void add(const Moments &o) {
     if (n == 0) {
       *this = o;
       return;
@@ -49,7 +49,7 @@ NS_INLINE typename Lanes<T>::C near_mean(const T *x, int64_t n) {
 // In one pass, with values shifted by one near the mean, which keeps their digits. Where it turns out to be far from the
 // mean (by more than two deviations), squares have lost digits, and another pass follows with a better one.
 template <class T, bool Center>
-Moments block_moments(const Problem &p, const Source<T> &x, const Offset &set, const Block &b) {
+NS_ONE_COPY Moments block_moments(const Problem &p, const Source<T> &x, const Offset &set, const Block &b) {
   using L = Lanes<T>;
   using C = typename L::C;
   Moments m;
@@ -254,7 +254,7 @@ class RowsForward {
     return r.center ? block_moments<T, true>(p, source, set, b) : block_moments<T, false>(p, source, set, b);
   }
 
-  Scale<C> finish(const Offset &set, Moments m) const {
+  NS_ONE_COPY Scale<C> finish(const Offset &set, Moments m) const {
     if constexpr (sizeof(C) == 4) {
       const bool in_range = m.squares >= least * m.n && m.squares <= std::numeric_limits<double>::max();
       if (!in_range) m = wide_moments<T>(p, source, set, r.center);

@@ -16,8 +16,12 @@
 
 namespace ns {
 
-constexpr int64_t kBlock = 4096;    // elements summed in compute precision before double takes over; 16 KiB of float32
+constexpr int64_t kBlock = 2048;    // elements summed in compute precision before double takes over: 32 of them a lane
 constexpr int64_t kSerial = 32768;  // fewer elements than this are not worth waking a second thread
+
+// Two copies of one expression, inlined at two places, may be contracted to other fused operations and so differ in their
+// last bit. What both ways through the kernels compute (threads between sets, threads inside a set) is one function.
+#define NS_ONE_COPY __attribute__((noinline))
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -286,13 +290,13 @@ struct Mean {
 };
 
 template <class C>
-Scale<C> scale(Mean<C> mean, double inverse) {
+NS_ONE_COPY Scale<C> scale(Mean<C> mean, double inverse) {
   return {mean.high, C(-double(mean.low) * inverse), C(inverse)};
 }
 
 // By stored statistics.
 template <class C>
-Scale<C> stored_scale(const NsCall &c, const Recipe &r, int64_t set) {
+NS_ONE_COPY Scale<C> stored_scale(const NsCall &c, const Recipe &r, int64_t set) {
   const double mean = r.center ? value_at(c.mean, c.stored_dtype, set) : 0;
   return scale<C>(Mean<C>::of(0, mean), r.inverse_of_variance(value_at(c.var, c.stored_dtype, set)));
 }
