@@ -213,7 +213,7 @@ def test_a_library_that_computes_wrongly(source: str, why: str, small: Callable[
 @needs_library
 @pytest.mark.parametrize("field", ["y", "dx", "dweight", "dbias"])
 def test_the_self_test_sees_one_wrong_value(field: str) -> None:
-    """A single value off by 1e-3, which no rounding explains."""
+    """A value that each call leaves off by 1e-3, which no rounding explains."""
 
     def nearly_right(call: NsCall) -> int:
         result = library.run(call)
@@ -223,7 +223,7 @@ def test_the_self_test_sees_one_wrong_value(field: str) -> None:
 
     assert self_test(library.run) == ""
     assert re.fullmatch(
-        rf"1 values of {field} of a layer norm are off, the first by 0.001\d*", self_test(nearly_right)
+        rf"1 values of {field} of a layer norm are off, the first by 0.00[12]\d*", self_test(nearly_right)
     )
 
 
