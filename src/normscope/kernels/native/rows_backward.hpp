@@ -442,8 +442,14 @@ class EachFactor : RowsBackward<T, F> {
         for (int64_t k = 0; k < chunks; ++k)
           for (int j = 0; j < L::kPack; ++j) total[j] += double(from[k * step + i + j]);
         const int some = int(std::min<int64_t>(L::kPack, n - i));
-        for (int j = 0; j < some; ++j)
-          to[i + j] = Lanes<S>::make(static_cast<typename Lanes<S>::C>(gain * total[lane_of<T>(j)]));
+        if constexpr (std::is_same_v<S, T>) {
+          C value[L::kPack];
+          for (int j = 0; j < L::kPack; ++j) value[j] = C(gain * total[j]);
+          L::store_part(to + i, load_lanes<L>(value), some);
+        } else {
+          for (int j = 0; j < some; ++j)
+            to[i + j] = Lanes<S>::make(static_cast<typename Lanes<S>::C>(gain * total[lane_of<T>(j)]));
+        }
       }
     });
   }

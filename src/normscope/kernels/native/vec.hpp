@@ -246,11 +246,20 @@ struct Lanes<BFloat16> : LanesBase<Lanes<BFloat16>, BFloat16, float, f32x16, tru
     const u32x16 u = load_raw<u32x16>(p);
     return {(f32x16)(u << 16), (f32x16)(u & 0xffff0000u)};
   }
-  // The upper half of each lane holds the rounded value, the lower half is to be dropped.
+  // The upper half of each lane holds the rounded value, the lower half is to be dropped. A NaN that comes of arithmetic
+  // has its highest bit in the upper half.
   static NS_INLINE u32x16 rounded(f32x16 v) {
+#if defined(__AVX512F__)
+    const __m512i bits = (__m512i)v;
+    const __mmask16 number = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_ORD_Q);
+    const __mmask16 odd = _mm512_mask_test_epi32_mask(number, bits, _mm512_set1_epi32(0x10000));
+    const __m512i even_up = _mm512_mask_add_epi32(bits, number, bits, _mm512_set1_epi32(0x7fff));
+    return (u32x16)_mm512_mask_add_epi32(even_up, odd, bits, _mm512_set1_epi32(0x8000));
+#else
     const u32x16 u = (u32x16)v;
     const u32x16 r = u + 0x7fffu + ((u >> 16) & 1u);
     return v == v ? r : (u | 0x400000u);
+#endif
   }
   static NS_INLINE u32x16 join(P v) { return (rounded(v.a) >> 16) | (rounded(v.b) & 0xffff0000u); }
   static NS_INLINE void store(BFloat16 *p, P v) { store_raw(p, join(v)); }
