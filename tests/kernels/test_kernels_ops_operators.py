@@ -157,7 +157,8 @@ def tensors(draw) -> torch.Tensor:
 @given(tensors())
 @settings(max_examples=150, deadline=None)
 def test_results_lie_as_empty_like_lays_them(x):
-    spec = families.layer_norm(weight=False, bias=False)
+    # an eps of 1: with a small one, sets of one element make a gradient of the difference of two large numbers
+    spec = families.layer_norm(weight=False, bias=False, eps=1.0)
     c = codes(spec, x.ndim)
     like = torch.empty_like(x).stride()
     dy = torch.randn(x.shape)
