@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.overrides import has_torch_function_variadic
 
@@ -26,6 +27,7 @@ from normscope.kernels.regular import (
     plain,
     recipe,
     same,
+    seen_trailing,
     states,
     trailing,
     writable,
@@ -156,6 +158,11 @@ def layer_norm(
             eps=eps,
             out=out,
         )
+    if out is None and not is_compiling():
+        call = seen_trailing("layer", input, normalized_shape, eps)
+        y = dispatch.at_once(input, weight, bias, call) if call is not None else None
+        if y is not None:
+            return y
     call = trailing("layer", input, normalized_shape, weight, bias, eps)
     if call is None:
         return into(F.layer_norm(input, normalized_shape, weight, bias, eps), out)
@@ -183,6 +190,11 @@ def rms_norm(
     """
     if has_torch_function_variadic(input, weight):
         return ask(rms_norm, (input, weight), input, normalized_shape, weight=weight, eps=eps, out=out)
+    if out is None and not is_compiling():
+        call = seen_trailing("rms", input, normalized_shape, eps)
+        y = dispatch.at_once(input, weight, None, call) if call is not None else None
+        if y is not None:
+            return y
     call = trailing("rms", input, normalized_shape, weight, None, eps)
     if call is None:
         return into(F.rms_norm(input, normalized_shape, weight, eps), out)

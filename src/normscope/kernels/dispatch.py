@@ -82,6 +82,27 @@ def norm(
     return result
 
 
+def at_once(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor | None:
+    """`norm` of a call that nobody checked: None where it is not native, or not plainly regular.
+
+    Checks take longer in Python than a small normalization; the operator makes them.
+    """
+    recipe = _native(x, call)
+    if recipe is None:
+        return None
+    try:
+        if is_grad_enabled() and (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        ):
+            return apply_norm(x, weight, bias, recipe, None)
+        y: Tensor = ops.norm_only(x, weight, bias, recipe)
+        return y
+    except RuntimeError:
+        return None
+
+
 def norm_running(
     x: Tensor,
     weight: Tensor | None,

@@ -31,22 +31,31 @@ NsRecipe recipe_of(Arguments &arguments) {
 
 bool centered(const NsRecipe &r) { return r.options & 1; }
 
-// How many statistic sets and parameters a recipe has on an input.
+// How many statistic sets and parameters a recipe has on an input, and the shape that the parameters have.
 struct Geometry {
   int64_t sets = 1, parameters = 1;
+  int64_t parameter_sizes[kMostDims];
+  int parameter_dims = 0;
 
   Geometry(const Tensor &x, const NsRecipe &r) {
     const int64_t split_dim = (r.split >> 40) - 1, given = r.split & ((int64_t(1) << 39) - 1);
     int axis = 0;
+    int64_t on_dim = 1;  // parameters on the dimension at hand
+    bool lives = false;
     auto take = [&](int64_t size) {
       const int code = int(r.axes >> (4 * axis++)) & 15;
       if (code & 1) sets *= size;
-      if (code & 2) parameters *= size;
+      if (code & 2) parameters *= size, on_dim *= size, lives = true;
+    };
+    auto close = [&] {
+      if (lives) parameter_sizes[parameter_dims++] = on_dim;
+      on_dim = 1, lives = false;
     };
     if (split_dim >= x.dim) throw Failure("normscope: the axes of another input: no dimension %d", int(split_dim));
     for (int64_t d = 0; d < x.dim; ++d) {
       if (d != split_dim) {
         take(x.sizes[d]);
+        close();
         continue;
       }
       if (given <= 0 || x.sizes[d] % given)
@@ -55,6 +64,7 @@ struct Geometry {
       const bool inner = r.split >> 39 & 1;
       take(inner ? x.sizes[d] / given : given);
       take(inner ? given : x.sizes[d] / given);
+      close();
     }
   }
 };
@@ -104,6 +114,21 @@ void check_parameters(Tensor &weight, Tensor &bias, int64_t parameters) {
   check_vector(weight, parameters, "weight", "parameters");
   check_vector(bias, parameters, "bias", "parameters");
   if (weight && bias && weight.dtype != bias.dtype) bias = bias.copied(bias.strides, weight.dtype);
+}
+
+// Calls that Python makes come unchecked, since a check takes longer there than a small normalization: what is not plainly
+// regular is refused, and Python looks closer. Parameters have their very shape, and one dtype: x's, or float32 beside a
+// half type.
+void check_regular(const Tensor &x, const Tensor &weight, const Tensor &bias, const Geometry &g) {
+  bool regular = x.numel() != 0;
+  for (const Tensor *t : {&weight, &bias}) {
+    if (!*t) continue;
+    regular = regular && t->dim == g.parameter_dims;
+    for (int d = 0; regular && d < g.parameter_dims; ++d) regular = t->sizes[d] == g.parameter_sizes[d];
+    const bool half = x.dtype == NS_BFLOAT16 || x.dtype == NS_FLOAT16;
+    regular = regular && (t->dtype == x.dtype || (half && t->dtype == NS_FLOAT32));
+  }
+  if (!regular || (weight && bias && weight.dtype != bias.dtype)) throw Failure("normscope: not a regular call");
 }
 
 // Running ------------------------------------------------------------------------------------------------------------
@@ -180,8 +205,9 @@ void give(Value *stack, std::initializer_list<Tensor *> results) {
 // The operators ------------------------------------------------------------------------------------------------------
 
 // Statistics go into `stats`; where that is null they are not wanted.
-void normalize(Tensor &x, Tensor &weight, Tensor &bias, const NsRecipe &recipe, Tensor &y, Tensor *stats) {
+void normalize(Tensor &x, Tensor &weight, Tensor &bias, const NsRecipe &recipe, Tensor &y, Tensor *stats, bool strict) {
   const Geometry g(x, recipe);
+  if (strict) check_regular(x, weight, bias, g);
   check_parameters(weight, bias, g.parameters);
   double few[3 * kFewSets];
   Tensor made;
@@ -204,7 +230,7 @@ void norm(Value *stack) {
   const NsRecipe recipe = recipe_of<packed>(arguments);
   check_input(x);
   Tensor y = x.like();
-  normalize(x, weight, bias, recipe, y, &stats);
+  normalize(x, weight, bias, recipe, y, &stats, packed);
   give(stack, {&y, &stats});
 }
 
@@ -216,7 +242,7 @@ void norm_out(Value *stack) {
   Tensor out = arguments.tensor();
   check_input(x);
   check_like(out, x, "out");
-  normalize(x, weight, bias, recipe, out, nullptr);
+  normalize(x, weight, bias, recipe, out, nullptr, packed);
 }
 
 void norm_only(Value *stack) {
@@ -225,7 +251,7 @@ void norm_only(Value *stack) {
   const NsRecipe recipe = recipe_of<true>(arguments);
   check_input(x);
   Tensor y = x.like();
-  normalize(x, weight, bias, recipe, y, nullptr);
+  normalize(x, weight, bias, recipe, y, nullptr, true);
   give(stack, {&y});
 }
 
