@@ -80,7 +80,8 @@ struct Backward {
     spread(x, outer, s, sets, false, Affine<T>{by.mean, by.slope, by.level});
   }
 
-  // The sums over some lines; `work` holds two values a column, `line_sums` has two for each line of the position.
+  // The sums over some lines; `work` holds two values a column, `line_sums` two for each line of the position, or for
+  // each element of the lines from the span's first column on.
   void sum(int64_t outer, const Offset &at, int64_t begin, int64_t end, const Span &s, const Slopes<T> &by,
            const Products &out, Compute<T> *work, double *line_sums) const {
     using C = Compute<T>;
@@ -90,7 +91,12 @@ struct Backward {
       for (int64_t left = lines.lines; left > 0; left -= block) {
         lines.lines = std::min(left, block);
         std::fill(work, work + 2 * s.padded, C(0));
-        if (x.p.line_parameters) {
+        if (x.p.element_parameters) {
+          const int64_t at_line = line * x.p.padded;
+          add_products_elements(lines, by.mean, by.slope, by.level, x.factor(outer) + at_line + s.begin, work,
+                                work + s.padded, line_sums + at_line, line_sums + x.parameters() + at_line,
+                                x.p.padded);
+        } else if (x.p.line_parameters) {
           add_products_lines(lines, by.mean, by.slope, by.level, x.factor(outer) + line, work, work + s.padded,
                              line_sums + line, line_sums + x.p.lines + line);
         } else {
@@ -135,26 +141,33 @@ struct Backward {
     }
     if (factor)
       each_slot(x, s, [&](int64_t i, int64_t set) { by.slope[i] = C(sets.inverse[set] * double(factor[i])); });
+    // What is centered alone is always 0: not what rounding leaves of a difference of large values.
+    if (own && x.r.center && x.r.n == 1)
+      for (int64_t i = 0; i < s.padded; ++i) by.slope[i] *= 0, by.curve[i] *= 0, by.level[i] *= 0;
   }
 
   void apply(int64_t outer, const Offset &at, int64_t begin, int64_t end, const Span &s, const Slopes<T> &by) const {
     each_stretch(at, begin, end, s, [&](const BackStretch<T> &lines, int64_t line) {
       const auto go = [&](auto factors) {
-        with(lines.dsum, [&](auto with_sum) {
+        columns::with(lines.dsum, [&](auto with_sum) {
           if (!own) {
             apply_back_fixed<T, with_sum.value>(lines, by.slope, factors);
             return;
           }
-          with(stream, [&](auto streaming) {
+          with_stream<T>(stream, [&](auto streaming) {
             apply_back<T, streaming.value, with_sum.value>(lines, by.mean, by.slope, by.curve, by.level, factors);
           });
         });
       };
-      if (x.p.line_parameters) {
-        const Compute<T> *factor = x.factor(outer) + line;
-        go([=](int64_t l, PackOf<T> g) { return every<T>(factor[l]) * g; });
+      const Compute<T> *factor = x.factor(outer);
+      if (x.p.element_parameters) {
+        factor += line * x.p.padded + s.begin;
+        go([=, pitch = x.p.padded](int64_t l, int64_t j, PackOf<T> g) { return get<T>(factor + l * pitch + j) * g; });
+      } else if (x.p.line_parameters) {
+        factor += line;
+        go([=](int64_t l, int64_t, PackOf<T> g) { return every<T>(factor[l]) * g; });
       } else {
-        go([](int64_t, PackOf<T> g) { return g; });
+        go([](int64_t, int64_t, PackOf<T> g) { return g; });
       }
     });
     if (stream) stream_fence();
@@ -175,16 +188,9 @@ struct Backward {
       for (int64_t part = 1; part < parts; ++part)
         for (int64_t i = 0; i < 2 * n; ++i) sum[i] += sum[part * pitch + i];
       const int64_t at = p.p.kept.at(family * p.per_family).p;
-      const auto add = [&](int64_t i, int64_t parameter) {
+      x.each_parameter([&](int64_t i, int64_t parameter) {
         total[at + parameter] += sum[i], total[all + at + parameter] += sum[n + i];
-      };
-      if (p.line_parameters) {
-        p.stretches(0, p.lines, [&](const Offset &o, int64_t line, int64_t count, const Loop &loop) {
-          for (int64_t i = 0; i < count; ++i) add(line + i, o.p + i * loop.p);
-        });
-      } else {
-        p.each_column([&](int64_t j, int64_t, int64_t parameter) { add(slot<T>(j), parameter); });
-      }
+      });
     }
     for (int64_t i = 0; i < all; ++i) {
       if (c.dbias) put_at(c.dbias, c.weight_dtype, i, total[i]);
@@ -200,9 +206,9 @@ int backward_near(const Backward<T> &b) {
   using C = Compute<T>;
   const Context<T> &x = b.x;
   const Plan &p = x.p;
-  const bool lines = p.line_parameters;
   // Partial sums of parameters: an array a family and group, and where they are sums over columns, a tile.
-  const int64_t parts = p.groups * (lines ? p.tiles : 1), pitch = 2 * x.parameters();
+  const bool lines = p.line_parameters, across = lines && !p.element_parameters;
+  const int64_t parts = p.groups * (across ? p.tiles : 1), pitch = 2 * x.parameters();
   Arrays partial(b.parameters() || lines ? p.families * parts * pitch * 8 : 0);
   if (!partial) return NS_NO_MEMORY;
   double *sums = partial.take<double>(0);
@@ -217,11 +223,11 @@ int backward_near(const Backward<T> &b) {
     const Products products = Products::in(memory.take<double>(2 * s.padded), s.padded);
     double *set_sums = memory.take<double>(2 * n);
     Sets<T> sets(memory, n);
-    double *mine = sums + (lines ? (part * p.tiles + tile) * pitch : part * pitch + s.begin);
-    if (lines) {
+    double *mine = sums + (across ? (part * p.tiles + tile) * pitch : part * pitch + s.begin);
+    if (across) {
       std::fill(mine, mine + pitch, 0.0);
-    } else if (b.parameters()) {
-      for (int64_t k = 0; k < 2; ++k) std::fill_n(mine + k * p.padded, s.padded, 0.0);
+    } else if (lines || b.parameters()) {
+      for (int64_t i = 0; i < pitch; i += p.padded) std::fill_n(mine + i, s.padded, 0.0);
     }
     for (int64_t outer = p.group_begin(family, group); outer < p.group_begin(family, group + 1); ++outer) {
       const Offset at = p.p.kept.at(outer);
@@ -319,7 +325,6 @@ int backward(const NsCall &c, const Problem &problem, bool own) {
   }
   const Backward<T> b(c, problem, own);
   if (!b.x.memory) return NS_NO_MEMORY;
-  if (b.x.p.line_parameters && b.x.p.column_parameters) return NS_UNSERVED;
   return b.x.p.near ? backward_near(b) : backward_far(b);
 }
 

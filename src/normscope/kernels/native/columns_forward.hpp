@@ -10,16 +10,17 @@
 namespace ns {
 namespace columns {
 
-// Outputs of more bytes than this are written past the caches.
-constexpr int64_t kStreamBytes = int64_t(1) << 40;
+// Outputs of more bytes than this are written past the caches: they would not stay in a core's own, and memory need not be
+// read before it is written. Measured to pay for float32 alone, also where the next operator reads the output at once.
+constexpr int64_t kStreamBytes = 8 << 20;
 
 template <class T>
 bool streams(const Context<T> &x, const void *out) {
   const auto whole = [](const Loops &loops) {
     return std::all_of(loops.loop, loops.loop + loops.n, [](const Loop &l) { return l.y * sizeof(T) % 64 == 0; });
   };
-  return x.p.p.elements * int64_t(sizeof(T)) > kStreamBytes && uintptr_t(out) % 64 == 0 && whole(x.p.p.kept) &&
-         whole(x.p.p.erased);
+  return sizeof(T) == 4 && x.p.p.elements * int64_t(sizeof(T)) > kStreamBytes && uintptr_t(out) % 64 == 0 &&
+         whole(x.p.p.kept) && whole(x.p.p.erased);
 }
 
 // f(std::true_type) or f(std::false_type).
@@ -32,29 +33,42 @@ NS_INLINE void with(bool flag, F &&f) {
   }
 }
 
+template <class T, class F>
+NS_INLINE void with_stream(bool stream, F &&f) {
+  if constexpr (sizeof(T) == 4) {
+    columns::with(stream, f);
+  } else {
+    f(std::false_type{});
+  }
+}
+
 template <class T>
 void apply_lines(const Context<T> &x, int64_t outer, const Offset &at, int64_t begin, int64_t end, const Span &s,
                  const Affine<T> &by, bool stream) {
   using C = Compute<T>;
   const Plan &p = x.p;
   const auto go = [&](const Stretch<T> &lines, int64_t line) {
-    with(stream, [&](auto streaming) {
+    with_stream<T>(stream, [&](auto streaming) {
       if (!p.line_parameters && !x.r.round_first) {
         apply<T, streaming.value>(lines, by.mean, by.scale, by.shift);
         return;
       }
-      with(x.r.round_first, [&](auto round) {
+      columns::with(x.r.round_first, [&](auto round) {
         const C *factor = x.factor(outer), *bias = x.bias(outer);
-        if (p.line_parameters) {
+        const auto go_by = [&](auto parameters) {
+          apply_parameters<T, streaming.value, round.value>(lines, by.mean, by.scale, by.shift, parameters);
+        };
+        if (p.element_parameters) {
+          factor += line * p.padded + s.begin, bias += line * p.padded + s.begin;
+          go_by([=, pitch = p.padded](int64_t l, int64_t j) {
+            return Parameters<T>{get<T>(factor + l * pitch + j), get<T>(bias + l * pitch + j)};
+          });
+        } else if (p.line_parameters) {
           factor += line, bias += line;
-          apply_parameters<T, streaming.value, round.value>(
-              lines, by.mean, by.scale, by.shift,
-              [=](int64_t l, int64_t) { return Parameters<T>{every<T>(factor[l]), every<T>(bias[l])}; });
+          go_by([=](int64_t l, int64_t) { return Parameters<T>{every<T>(factor[l]), every<T>(bias[l])}; });
         } else {
           factor += s.begin, bias += s.begin;
-          apply_parameters<T, streaming.value, round.value>(
-              lines, by.mean, by.scale, by.shift,
-              [=](int64_t, int64_t j) { return Parameters<T>{get<T>(factor + j), get<T>(bias + j)}; });
+          go_by([=](int64_t, int64_t j) { return Parameters<T>{get<T>(factor + j), get<T>(bias + j)}; });
         }
       });
     });
@@ -73,7 +87,7 @@ void apply_lines(const Context<T> &x, int64_t outer, const Offset &at, int64_t b
 template <class T>
 void moments(const Context<T> &x, const Offset &at, int64_t begin, int64_t end, const Span &s, const Moments &m,
              Compute<T> *work) {
-  with(x.r.center, [&](auto center) {
+  columns::with(x.r.center, [&](auto center) {
     moments_of<T, center.value>(x.p, (const T *)x.c.x + at.x, begin, end, s, m, work);
   });
 }
@@ -184,7 +198,6 @@ int forward(const NsCall &c, const Problem &problem, bool own) {
   if (problem.elements == 0) return NS_DONE;
   const Context<T> x(c, problem);
   if (!x.memory) return NS_NO_MEMORY;
-  if (x.p.line_parameters && x.p.column_parameters) return NS_UNSERVED;
   const bool stream = streams(x, c.y);
   return x.p.near ? forward_near(x, own, stream) : forward_far(x, own, stream);
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "lower.hpp"
 #include "vec.hpp"
 
 namespace ns {
@@ -77,10 +78,25 @@ NS_INLINE void several_lines(int64_t lines, Body &&body) {
   for (; l < lines; ++l) body(l, Lines<1>{});
 }
 
+// Reads ahead of a first pass over memory that the caches do not hold, by whole lines: the processor's own reading ahead
+// stops at the borders of pages, and fetches what lies beyond a tile.
+constexpr int64_t kAheadBytes = 8 << 10;
+template <class T>
+int64_t lines_ahead(int64_t stride) {
+  const int64_t bytes = magnitude(stride) * int64_t(sizeof(T));
+  return bytes ? (kAheadBytes + bytes - 1) / bytes * stride : 0;
+}
+template <class T>
+NS_INLINE void fetch(const T *p) {
+  __builtin_prefetch(p);
+  if (sizeof(T) * Lanes<T>::kPack > 64) __builtin_prefetch((const char *)p + 64);
+}
+
 // sum += x - about, squares += (x - about)^2; without Center about is 0 and only squares are summed.
 template <class T, bool Center>
 void add_moments(const T *x, int64_t stride, int64_t lines, int64_t width, const Compute<T> *about, Compute<T> *sum,
                  Compute<T> *squares) {
+  const int64_t ahead = lines_ahead<T>(stride);
   several_lines(lines, [&](int64_t l, auto at) {
     const T *line = x + l * stride;
     each_pack<T>(width, [&](int64_t j, auto part) {
@@ -89,12 +105,14 @@ void add_moments(const T *x, int64_t stride, int64_t lines, int64_t width, const
         const PackOf<T> from = get<T>(about + j);
         PackOf<T> s = get<T>(sum + j);
         for (int i = 0; i < at.n; ++i) {
+          fetch(line + i * stride + ahead + j);
           const PackOf<T> d = read(line + i * stride + j, part) - from;
           s = s + d, q = multiply_add(d, d, q);
         }
         put<T>(sum + j, s);
       } else {
         for (int i = 0; i < at.n; ++i) {
+          fetch(line + i * stride + ahead + j);
           const PackOf<T> v = read(line + i * stride + j, part);
           q = multiply_add(v, v, q);
         }
@@ -167,14 +185,16 @@ struct BackStretch {
 // sum += dy, product += dy * (x - mean)
 template <class T>
 void add_products(const BackStretch<T> &at, const Compute<T> *mean, Compute<T> *sum, Compute<T> *product) {
+  const int64_t x_ahead = lines_ahead<T>(at.x_stride), y_ahead = lines_ahead<T>(at.y_stride);
   several_lines(at.lines, [&](int64_t l, auto n) {
     each_pack<T>(at.width, [&](int64_t j, auto part) {
       const PackOf<T> m = get<T>(mean + j);
       PackOf<T> s = get<T>(sum + j), q = get<T>(product + j);
       for (int i = 0; i < n.n; ++i) {
-        const PackOf<T> g = read(at.dy + (l + i) * at.y_stride + j, part);
-        s = s + g;
-        q = multiply_add(g, read(at.x + (l + i) * at.x_stride + j, part) - m, q);
+        const T *x = at.x + (l + i) * at.x_stride + j, *dy = at.dy + (l + i) * at.y_stride + j;
+        fetch(x + x_ahead), fetch(dy + y_ahead);
+        const PackOf<T> g = read(dy, part);
+        s = s + g, q = multiply_add(g, read(x, part) - m, q);
       }
       put<T>(sum + j, s), put<T>(product + j, q);
     });
@@ -187,12 +207,15 @@ template <class T>
 void add_products_lines(const BackStretch<T> &at, const Compute<T> *mean, const Compute<T> *scale,
                         const Compute<T> *shift, const Compute<T> *factor, Compute<T> *sum, Compute<T> *product,
                         double *line_sum, double *line_product) {
+  const int64_t x_ahead = lines_ahead<T>(at.x_stride), y_ahead = lines_ahead<T>(at.y_stride);
   for (int64_t l = 0; l < at.lines; ++l) {
     const PackOf<T> f = every<T>(factor[l]);
     PackOf<T> over = every<T>(0), over_product = every<T>(0);
     each_pack<T>(at.width, [&](int64_t j, auto part) {
-      const PackOf<T> g = read(at.dy + l * at.y_stride + j, part);
-      PackOf<T> v = read(at.x + l * at.x_stride + j, part) - get<T>(mean + j);
+      const T *x = at.x + l * at.x_stride + j, *dy = at.dy + l * at.y_stride + j;
+      fetch(x + x_ahead), fetch(dy + y_ahead);
+      const PackOf<T> g = read(dy, part);
+      PackOf<T> v = read(x, part) - get<T>(mean + j);
       v = multiply_add(v, get<T>(scale + j), get<T>(shift + j));
       over = over + g, over_product = multiply_add(g, v, over_product);
       const PackOf<T> fg = f * g;
@@ -204,7 +227,31 @@ void add_products_lines(const BackStretch<T> &at, const Compute<T> *mean, const 
   }
 }
 
-// dx = dy * slope + (x - mean) * curve + level + dsum, dy times a factor first that factors(line) gives.
+// The same with a factor of each element, `pitch` from one line to the next, and sums of each element.
+template <class T>
+void add_products_elements(const BackStretch<T> &at, const Compute<T> *mean, const Compute<T> *scale,
+                           const Compute<T> *shift, const Compute<T> *factor, Compute<T> *sum, Compute<T> *product,
+                           double *element_sum, double *element_product, int64_t pitch) {
+  constexpr int pack = Lanes<T>::kPack;
+  for (int64_t l = 0; l < at.lines; ++l) {
+    each_pack<T>(at.width, [&](int64_t j, auto part) {
+      const PackOf<T> g = read(at.dy + l * at.y_stride + j, part);
+      PackOf<T> v = read(at.x + l * at.x_stride + j, part) - get<T>(mean + j);
+      v = multiply_add(v, get<T>(scale + j), get<T>(shift + j));
+      const PackOf<T> fg = get<T>(factor + l * pitch + j) * g;
+      put<T>(sum + j, get<T>(sum + j) + fg);
+      put<T>(product + j, multiply_add(fg, v, get<T>(product + j)));
+      Compute<T> terms[2 * pack];
+      put<T>(terms, g), put<T>(terms + pack, g * v);
+      for (int i = 0; i < pack; ++i) {
+        element_sum[l * pitch + j + i] += double(terms[i]);
+        element_product[l * pitch + j + i] += double(terms[pack + i]);
+      }
+    });
+  }
+}
+
+// dx = dy * slope + (x - mean) * curve + level + dsum, dy given its factor first by factors(line, column, dy).
 template <class T, bool Stream, bool Sum, class F>
 void apply_back(const BackStretch<T> &at, const Compute<T> *mean, const Compute<T> *slope, const Compute<T> *curve,
                 const Compute<T> *level, F &&factors) {
@@ -212,7 +259,7 @@ void apply_back(const BackStretch<T> &at, const Compute<T> *mean, const Compute<
     each_pack<T>(at.width, [&](int64_t j, auto part) {
       const PackOf<T> m = get<T>(mean + j), a = get<T>(slope + j), b = get<T>(curve + j), c = get<T>(level + j);
       for (int i = 0; i < n.n; ++i) {
-        const PackOf<T> g = factors(l + i, read(at.dy + (l + i) * at.y_stride + j, part));
+        const PackOf<T> g = factors(l + i, j, read(at.dy + (l + i) * at.y_stride + j, part));
         PackOf<T> d = multiply_add(read(at.x + (l + i) * at.x_stride + j, part) - m, b, c);
         if constexpr (Sum) d = d + read(at.dsum + (l + i) * at.y_stride + j, part);
         write<Stream>(at.dx + (l + i) * at.y_stride + j, multiply_add(g, a, d), part);
@@ -226,7 +273,7 @@ template <class T, bool Sum, class F>
 void apply_back_fixed(const BackStretch<T> &at, const Compute<T> *slope, F &&factors) {
   for (int64_t l = 0; l < at.lines; ++l) {
     each_pack<T>(at.width, [&](int64_t j, auto part) {
-      PackOf<T> d = factors(l, read(at.dy + l * at.y_stride + j, part)) * get<T>(slope + j);
+      PackOf<T> d = factors(l, j, read(at.dy + l * at.y_stride + j, part)) * get<T>(slope + j);
       if constexpr (Sum) d = d + read(at.dsum + l * at.y_stride + j, part);
       write<false>(at.dx + l * at.y_stride + j, d, part);
     });

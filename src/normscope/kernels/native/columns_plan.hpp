@@ -23,7 +23,7 @@ constexpr int64_t kChunkLines = 128;
 constexpr int64_t kMostChunks = 64;
 constexpr int64_t kNearBytes = 1 << 20;     // of x in a tile that is gone over twice: half a second-level cache
 constexpr int64_t kTileColumns = 1024;      // arrays of one value a column stay in the first-level cache
-constexpr int64_t kLeastTile = 64;
+constexpr int64_t kLeastTile = 256;
 constexpr int64_t kFoldColumns = 2048;
 constexpr int64_t kSomeTasks = 8;           // enough to keep threads busy
 constexpr int64_t kMostGroups = 64;         // partial sums of parameters
@@ -37,7 +37,7 @@ struct Plan {
   int64_t lines, columns;               // of an outer position, folded
   int64_t fold = 1, rest = 0;
   int64_t sets;                         // of an outer position
-  bool line_parameters, column_parameters;
+  bool line_parameters, element_parameters;  // they differ from line to line; from column to column too
 
   int64_t chunk, chunks;  // lines of a chunk
   int64_t tile, tiles;    // columns of a tile
@@ -55,7 +55,7 @@ struct Plan {
       if (p.kept.loop[i].p) families *= p.kept.loop[i].size;
     per_family = families ? outer / families : 0;
     line_parameters = std::any_of(p.erased.loop, p.erased.loop + p.erased.n, [](const Loop &l) { return l.p != 0; });
-    column_parameters = p.group_p || (p.inner_p && p.merge > 1);
+    element_parameters = line_parameters && (p.group_p || p.inner_p);
     columns = p.inner;
     sets = columns / p.merge;
     if (!line_parameters) fold_lines(pack);
@@ -83,7 +83,7 @@ struct Plan {
       narrow_until([&] { return outer * chunks * ceil_div(columns, tile) >= 2 * kSomeTasks; });
     }
     tiles = ceil_div(columns, tile);
-    groups = std::clamp<int64_t>(kMostGroups / (families * tiles), 1, per_family);
+    groups = element_parameters ? 1 : std::clamp<int64_t>(kMostGroups / (families * tiles), 1, per_family);
   }
 
   // Columns of a tile; `padded` up to whole packs.

@@ -50,7 +50,7 @@ struct Context {
   const Recipe r;
   Arrays memory;
   int32_t *set_of = nullptr;  // of each slot, where columns are not apart
-  C *factors, *biases;        // per family: of each slot, or of each line
+  C *factors, *biases;        // per family: of each slot, of each line, or of each slot of each line
 
   Context(const NsCall &call, const Problem &problem)
       : c(call),
@@ -68,9 +68,32 @@ struct Context {
     parallel_for(p.families, p.threads, [&](int64_t family) { convert_parameters(family); });
   }
 
-  int64_t parameters() const { return p.line_parameters ? p.lines : p.padded; }
+  int64_t parameters() const {
+    return p.element_parameters ? p.lines * p.padded : p.line_parameters ? p.lines : p.padded;
+  }
   const C *factor(int64_t outer) const { return factors + outer / p.per_family * parameters(); }
   const C *bias(int64_t outer) const { return biases + outer / p.per_family * parameters(); }
+
+  // f(place in `factors`, parameter that its family adds to), maybe several places with one parameter.
+  template <class F>
+  void each_parameter(F &&f) const {
+    if (!p.line_parameters) {
+      p.each_column([&](int64_t j, int64_t, int64_t parameter) { f(slot<T>(j), parameter); });
+      return;
+    }
+    p.stretches(0, p.lines, [&](const Offset &o, int64_t line, int64_t n, const Loop &loop) {
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t at = o.p + i * loop.p;
+        if (p.element_parameters) {
+          p.each_column([&](int64_t j, int64_t, int64_t parameter) {
+            f((line + i) * p.padded + slot<T>(j), at + parameter);
+          });
+        } else {
+          f(line + i, at);
+        }
+      }
+    });
+  }
 
   // Sets of a span, and where those of its columns are.
   int64_t sets(const Span &s) const { return p.apart ? s.padded : p.sets; }
@@ -93,20 +116,11 @@ struct Context {
   void convert_parameters(int64_t family) {
     const int64_t at = p.p.kept.at(family * p.per_family).p;
     C *factor = factors + family * parameters(), *bias = biases + family * parameters();
-    if (p.line_parameters) {
-      p.stretches(0, p.lines, [&](const Offset &o, int64_t line, int64_t n, const Loop &loop) {
-        for (int64_t i = 0; i < n; ++i) {
-          factor[line + i] = factor_at<C>(c, r, at + o.p + i * loop.p);
-          bias[line + i] = bias_at<C>(c, at + o.p + i * loop.p);
-        }
-      });
-    } else {
-      std::fill(factor, factor + p.padded, C(0)), std::fill(bias, bias + p.padded, C(0));
-      p.each_column([&](int64_t j, int64_t, int64_t parameter) {
-        factor[slot<T>(j)] = factor_at<C>(c, r, at + parameter);
-        bias[slot<T>(j)] = bias_at<C>(c, at + parameter);
-      });
-    }
+    std::fill(factor, factor + parameters(), C(0)), std::fill(bias, bias + parameters(), C(0));
+    each_parameter([&](int64_t i, int64_t parameter) {
+      factor[i] = factor_at<C>(c, r, at + parameter);
+      bias[i] = bias_at<C>(c, at + parameter);
+    });
   }
 };
 
@@ -131,13 +145,13 @@ NS_INLINE void merge(bool center, double na, const Moments &a, double nb, const 
 }
 
 // Moments of the columns of some lines. Blocks of lines are summed in compute values about the mean so far, and joined
-// in double: the squares about a mean of lines of the same set never exceed a few times those about the final mean, so
-// nothing cancels, whatever the level of the data. The first block is short, and about the first line.
+// in double. A block is at most twice as long as what the mean is of: so its squares are never more than four times those
+// about the final mean, and nothing cancels, whatever the level of the data. The first block is about the first line.
 template <class T, bool Center>
 void moments_of(const Plan &p, const T *x, int64_t begin, int64_t end, const Span &s, const Moments &out,
                 Compute<T> *work) {
   using C = Compute<T>;
-  constexpr int64_t first = 8, later = 64;
+  constexpr int64_t first = 8, longest = 64;
   C *about = work, *sum = work + s.padded, *squares = work + 2 * s.padded;
   double n = 0;
   int64_t filled = 0, room = first;
@@ -163,7 +177,7 @@ void moments_of(const Plan &p, const T *x, int64_t begin, int64_t end, const Spa
       for (int64_t i = 0; i < s.padded; ++i) out.squares[i] = (n == 0 ? 0 : out.squares[i]) + double(squares[i]);
     }
     clear();
-    n += m, filled = 0, room = later;
+    n += m, filled = 0, room = std::min(longest, 2 * int64_t(n));
   };
   clear();
   p.stretches(begin, end, [&](const Offset &o, int64_t, int64_t lines, const Loop &loop) {
