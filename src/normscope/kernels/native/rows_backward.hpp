@@ -445,7 +445,8 @@ class EachFactor : RowsBackward<T, F> {
         if constexpr (std::is_same_v<S, T>) {
           C value[L::kPack];
           for (int j = 0; j < L::kPack; ++j) value[j] = C(gain * total[j]);
-          L::store_part(to + i, load_lanes<L>(value), some);
+          const auto pack = load_lanes<L>(value);
+          some == L::kPack ? L::store(to + i, pack) : L::store_part(to + i, pack, some);
         } else {
           for (int j = 0; j < some; ++j)
             to[i + j] = Lanes<S>::make(static_cast<typename Lanes<S>::C>(gain * total[lane_of<T>(j)]));

@@ -110,20 +110,22 @@ Moments wide_moments(const Problem &p, const Source<T> &x, const Offset &set, bo
 
 template <class T>
 using Apply = void (*)(const T *x, T *y, int64_t n, const Scale<typename Lanes<T>::C> &s,
-                       const typename Lanes<T>::C *factor, const typename Lanes<T>::C *bias);
+                       const typename Lanes<T>::C *factor, const typename Lanes<T>::C *bias, const T *ahead);
 
-// One segment. Each: factor and bias have one value an element, else one for all.
+// One segment. Each: factor and bias have one value an element, else one for all. Memory would rest meanwhile, so what is
+// read next, `ahead`, is sent for.
 template <class T, bool Center, bool Each, bool Bias, bool Round, bool Stream>
 void apply(const T *x, T *y, int64_t n, const Scale<typename Lanes<T>::C> &s, const typename Lanes<T>::C *factor,
-           const typename Lanes<T>::C *bias) {
+           const typename Lanes<T>::C *bias, const T *ahead) {
   using L = Lanes<T>;
   using P = typename L::P;
-  if (Stream && !aligned(y)) return apply<T, Center, Each, Bias, Round, false>(x, y, n, s, factor, bias);
+  if (Stream && !aligned(y)) return apply<T, Center, Each, Bias, Round, false>(x, y, n, s, factor, bias, ahead);
   const P high = spread<L>(s.high), minus = spread<L>(s.minus), inverse = spread<L>(s.inverse);
   const P one_factor = spread<L>(*factor), one_bias = spread<L>(Bias ? *bias : 0);
   const P joint = inverse * one_factor, rest = multiply_add(minus, one_factor, one_bias);
   sweep<T>(n, [&](int64_t i, auto span, auto) {
     P v = span.load(x + i, 0);
+    if (ahead) send_for<T>(ahead + i);
     if constexpr (Center) v = v - high;
     if constexpr (!Each && !Round) {
       v = Center || Bias ? multiply_add(v, joint, rest) : v * joint;
@@ -193,6 +195,7 @@ class RowsForward {
     if (!parameters) return NS_NO_MEMORY;
     if (inside(p, cut, threads)) return by_blocks();
     const int at_a_time = p.set_size <= kShort ? kAtATime : 1;
+    const bool far = p.set_size * int64_t(sizeof(T)) <= kNearBytes && p.elements * int64_t(sizeof(T)) > 4 * kNearBytes;
     return parallel_for(ceil_div(p.sets, at_a_time), threads, [&](int64_t task) {
       Offset set[kAtATime];
       Moments m[kAtATime];
@@ -203,8 +206,11 @@ class RowsForward {
         for (int64_t k = 0; k < cut.blocks; ++k) m[i].add(moments(set[i], cut.at(k)));
       }
       for (int i = 0; i < n; ++i) s[i] = finish(set[i], m[i]);
-      for (int i = n; i-- > 0;)
-        for (int64_t k = cut.blocks; k-- > 0;) put(set[i], cut.at(k), s[i]);
+      for (int i = n; i-- > 0;) {
+        const int64_t next = (task + 1) * at_a_time + i;
+        const Offset ahead = next < p.sets && far ? p.kept.at(next) : Offset{};
+        for (int64_t k = cut.blocks; k-- > 0;) put(set[i], cut.at(k), s[i], next < p.sets && far ? &ahead : nullptr);
+      }
     });
   }
 
@@ -212,7 +218,7 @@ class RowsForward {
     if (!parameters) return NS_NO_MEMORY;
     return parallel_for(p.sets * cut.blocks, threads, [&](int64_t i) {
       const Offset set = p.kept.at(i / cut.blocks);
-      put(set, cut.at(i % cut.blocks), stored_scale<C>(c, r, set.s));
+      put(set, cut.at(i % cut.blocks), stored_scale<C>(c, r, set.s), nullptr);
     });
   }
 
@@ -240,7 +246,8 @@ class RowsForward {
       for (int64_t k = 0; k < cut.blocks; ++k) m.add(of_block[i * cut.blocks + k]);
       of_set[i] = finish(p.kept.at(i), m);
     });
-    return each_block_backwards(p, cut, threads, [&](int64_t i, int64_t k) { put(p.kept.at(i), cut.at(k), of_set[i]); });
+    return each_block_backwards(
+        p, cut, threads, [&](int64_t i, int64_t k) { put(p.kept.at(i), cut.at(k), of_set[i], nullptr); });
   }
 
   Moments moments(const Offset &set, const Block &b) const {
@@ -265,14 +272,15 @@ class RowsForward {
     return scale<C>(mean, r.inverse(root));
   }
 
-  void put(const Offset &set, const Block &b, const Scale<C> &s) const {
+  void put(const Offset &set, const Block &b, const Scale<C> &s, const Offset *ahead) const {
     for (int64_t k = b.last; k-- > b.first;) {
       const Offset segment = p.erased.at(k);
       const T *x = source.at(set, segment) + b.begin;
       T *y = static_cast<T *>(c.y) + set.y + segment.y + b.begin;
       const int64_t at = set.p + segment.p + (p.inner_p ? b.begin : 0);
       apply(x, y, b.size, s, parameters.factor + parameters.factor_at(at),
-            parameters.bias ? parameters.bias + parameters.runs.at(at) : nullptr);
+            parameters.bias ? parameters.bias + parameters.runs.at(at) : nullptr,
+            ahead ? static_cast<const T *>(c.x) + ahead->x + segment.x + b.begin : nullptr);
     }
   }
 };

@@ -150,6 +150,17 @@ NS_INLINE auto with_dtype(int dtype, F &&f) {
   }
 }
 
+// A set of at most so many bytes is still in the second-level cache, together with the next one, when it is gone over
+// again.
+constexpr int64_t kNearBytes = 512 << 10;
+
+// Asks for the pack at p, which need not be there.
+template <class T>
+NS_INLINE void send_for(const T *p) {
+  for (int line = 0; line < Lanes<T>::kPack * int(sizeof(T)); line += 64)
+    __builtin_prefetch(reinterpret_cast<const char *>(p) + line, 0, 2);
+}
+
 // ---- streaming stores
 
 // Outputs of more bytes than this bypass the caches: several times what a core's own cache holds, they would leave it
