@@ -21,8 +21,12 @@ native = pytest.mark.skipif(
     library.LIBRARY is None, reason="no native kernels here: programs hold plain torch"
 )
 LAYER, BATCH, RMS = families.layer_norm(), families.batch_norm(), families.rms_norm()
-# Eager and compiled make the same calls of the norms; what is around them may be fused and rounded otherwise.
-CLOSE = {"rtol": 0.0, "atol": 1e-5}
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Eager and compiled make the same calls of the norms; what is around them may be fused and rounded otherwise: sums
+    of at most 48 terms, in float32, by the largest value."""
+    return torch.allclose(a, b, rtol=0.0, atol=8 * 2.0**-23 * max(1.0, float(b.detach().abs().max())))
 
 
 class Net(nn.Module):
@@ -76,7 +80,7 @@ def test_compiled_whole_it_does_a_step_as_eager_does(backend, training):
     torch._dynamo.reset()
     expected = step(net, net, x)
     found = step(other, torch.compile(other, fullgraph=True, backend=backend), x)
-    assert all(torch.allclose(a, b, **CLOSE) for a, b in zip(found, expected, strict=True))
+    assert all(close(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_compiled_once_it_serves_every_size():
@@ -88,7 +92,7 @@ def test_compiled_once_it_serves_every_size():
     compiled = counter.frame_count
     for n in (5, 9):
         x = torch.randn(n, 8)
-        assert torch.allclose(run(x), net(x), **CLOSE)
+        assert close(run(x), net(x))
     assert counter.frame_count == compiled
 
 
@@ -101,7 +105,7 @@ def test_compiled_it_keeps_the_layout(layout):
     torch._dynamo.reset()
     y = torch.compile(f, fullgraph=True, backend="aot_eager")(x)
     assert y.stride() == f(x).stride() == x.stride()
-    assert torch.allclose(y, f(x), **CLOSE)
+    assert close(y, f(x))
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -118,8 +122,8 @@ def test_exported_saved_loaded_and_trained(strict):
     loaded = torch.export.load(file).module()
     x = torch.randn(9, 8)
     found = step(loaded, loaded, x)
-    assert all(torch.allclose(a, b, **CLOSE) for a, b in zip(found, step(net, net, x), strict=True))
-    assert torch.allclose(program.run_decompositions().module()(x), net(x), **CLOSE)
+    assert all(close(a, b) for a, b in zip(found, step(net, net, x), strict=True))
+    assert close(program.run_decompositions().module()(x), net(x))
 
 
 @native
@@ -128,9 +132,9 @@ def test_exported_in_training_mode_running_statistics_follow():
     x = torch.randn(6, 8)
     program = torch.export.export(net, (x,), strict=False).run_decompositions()
     module = program.module()
-    assert torch.allclose(module(x), net(x), **CLOSE)
+    assert close(module(x), net(x))
     for name, buffer in net.named_buffers():
-        assert torch.allclose(dict(module.named_buffers())[name], buffer, **CLOSE)
+        assert close(dict(module.named_buffers())[name], buffer)
         assert buffer.abs().sum() > 0
 
 
@@ -182,7 +186,7 @@ def test_traced():
     traced = torch.jit.trace(net, x)
     assert "normscope::" not in str(traced.inlined_graph)
     x = torch.randn(4, 8)
-    assert torch.allclose(traced(x), net(x), **CLOSE)
+    assert close(traced(x), net(x))
 
 
 def test_exported_to_onnx():

@@ -130,7 +130,7 @@ def seen_trailing(kind: str, x: Tensor, normalized_shape: Sequence[int], eps: fl
 
     Says nothing of the parameters. Only for calls outside programs.
     """
-    if type(normalized_shape) is not tuple:
+    if type(normalized_shape) is not tuple or type(x) is not Tensor:
         return None
     size, number = x.shape, len(normalized_shape)
     if size[-number:] != normalized_shape:

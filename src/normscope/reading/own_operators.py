@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from normscope.kernels.formulas import Recipe
     from normscope.spec import NormSpec
 
-BY_INPUT, BY_STATE = ("norm", "normalize"), ("fixed", "normalize_by")
+BY_INPUT = ("norm", "normalize", "norm_packed", "norm_only_packed")
+BY_STATE = ("fixed", "normalize_by", "fixed_packed")
 ONE_NAME = {"weight": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
 CODES = ("axes", "split", "options", "eps", "gain", "offset")
 
@@ -33,7 +34,8 @@ def _read_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
 
     given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
     tensors = {ours: given[theirs] for theirs, ours in ONE_NAME.items() if given.get(theirs) is not None}
-    recipe = recipe_of([given[code] for code in CODES])
+    packed = given["recipe"].tolist() if "recipe" in given else [given[code] for code in CODES]
+    recipe = recipe_of([*map(int, packed[:3]), *packed[3:]])
     spec = _spec(recipe, given["x"].dim(), "weight" in tensors, "bias" in tensors, name in BY_STATE)
     couples = spec.properties().couples_samples
     mode = "running" if name in BY_STATE else "batch" if couples else "input"

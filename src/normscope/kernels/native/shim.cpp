@@ -120,7 +120,7 @@ void check_parameters(Tensor &weight, Tensor &bias, int64_t parameters) {
 // regular is refused, and Python looks closer. Parameters have their very shape, and one dtype: x's, or float32 beside a
 // half type.
 void check_regular(const Tensor &x, const Tensor &weight, const Tensor &bias, const Geometry &g) {
-  bool regular = x.numel() != 0;
+  bool regular = true;
   for (const Tensor *t : {&weight, &bias}) {
     if (!*t) continue;
     regular = regular && t->dim == g.parameter_dims;
