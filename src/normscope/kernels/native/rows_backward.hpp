@@ -31,12 +31,17 @@ NS_INLINE typename Lanes<T>::P normalized(typename Lanes<T>::P x, const Scale<ty
   return multiply_add(x - spread<L>(s.high), spread<L>(s.inverse), spread<L>(s.minus));
 }
 
-// One segment of what the tensors hold, or a part of one.
+// One segment of what the tensors hold, or a part of one, and what is read after it, which is sent for meanwhile.
 template <class T>
 struct Line {
   const T *x, *dy, *dsum;
   T *dx;
   Gradient<typename Lanes<T>::C> k;
+  const T *next_x, *next_dy;
+
+  NS_INLINE void send_for_next(int64_t i) const {
+    if (next_x) send_for<T>(next_x + i), send_for<T>(next_dy + i);
+  }
 };
 
 // Sums over n elements of each of the lines at(k): of factor * dy where each element has a factor, else of dy.
@@ -86,6 +91,7 @@ void dx_each(const Line<T> *lines, int64_t n, const typename Lanes<T>::C *factor
     if constexpr (Grads > 1) b = load_lanes<L>(dbias + i);
     for (int k = 0; k < R; ++k) {
       const P dy = span.load(line[k].dy + i, 0);
+      line[k].send_for_next(i);
       const P xhat = normalized<T, F>(span.load(line[k].x + i, line[k].k.x.high), line[k].k.x);
       if constexpr (Grads > 0) w = multiply_add(dy, xhat, w);
       if constexpr (Grads > 1) b = b + dy;
@@ -97,7 +103,6 @@ void dx_each(const Line<T> *lines, int64_t n, const typename Lanes<T>::C *factor
   int64_t i = 0;
   for (; i + L::kPack <= n; i += L::kPack) step(i, Whole<T>{});
   if (i < n) step(i, Part<T>{int(n - i)});
-  if constexpr (Stream) stream_fence();
 }
 
 // One line with one factor.
@@ -107,10 +112,10 @@ void dx_one(const Line<T> &given, int64_t n, typename Lanes<T>::C factor) {
   const Line<T> line = given;
   sweep<T>(n, [&](int64_t i, auto span, auto) {
     const auto g = span.load(line.dy + i, 0) * spread<L>(factor);
+    line.send_for_next(i);
     const auto xhat = F == kFixed ? g : normalized<T, F>(span.load(line.x + i, line.k.x.high), line.k.x);
     put_dx<T, F, Stream>(line, i, span, g, xhat);
   });
-  if constexpr (Stream) stream_fence();
 }
 
 // What both drivers below know of a call.
@@ -126,7 +131,7 @@ class RowsBackward {
   const Parameters<T> parameters;
   const Cut cut;
   const int threads;
-  const bool grads, stream;
+  const bool grads, stream, far;
 
   RowsBackward(const NsCall &call, const Problem &problem, bool alone)
       : c(call),
@@ -136,7 +141,8 @@ class RowsBackward {
         cut(problem, alone),
         threads(threads_for(call, problem)),
         grads(call.dweight || call.dbias),
-        stream(streams<T>(problem)) {}
+        stream(streams<T>(problem)),
+        far(from_afar<T>(problem, 2)) {}
 
   // The factors are left in the sums over g by the caller.
   NS_ONE_COPY Gradient<C> gradient(int64_t set, const Scale<C> &s, Sums g) const {
@@ -154,10 +160,18 @@ class RowsBackward {
     return scale<C>(mean, r.inverse(double(root(set))));
   }
 
-  Line<T> line(const Offset &set, const Offset &segment, int64_t begin, const Gradient<C> &k) const {
-    const int64_t x = set.x + segment.x + begin, y = set.y + segment.y + begin;
-    return {static_cast<const T *>(c.x) + x, static_cast<const T *>(c.dy) + y,
-            c.dsum ? static_cast<const T *>(c.dsum) + y : nullptr, c.dx ? static_cast<T *>(c.dx) + y : nullptr, k};
+  // `next`: the set that is read after this one, or null.
+  Line<T> line(const Offset &set, const Offset &segment, int64_t begin, const Gradient<C> &k = {},
+               const Offset *next = nullptr) const {
+    const int64_t x = segment.x + begin, y = segment.y + begin;
+    const T *all_x = static_cast<const T *>(c.x) + x, *all_dy = static_cast<const T *>(c.dy) + y;
+    return {all_x + set.x,
+            all_dy + set.y,
+            c.dsum ? static_cast<const T *>(c.dsum) + y + set.y : nullptr,
+            c.dx ? static_cast<T *>(c.dx) + y + set.y : nullptr,
+            k,
+            next ? all_x + next->x : nullptr,
+            next ? all_dy + next->y : nullptr};
   }
 
  private:
@@ -170,7 +184,7 @@ template <class T, Form F>
 class OneFactor : RowsBackward<T, F> {
   using Base = RowsBackward<T, F>;
   using C = typename Base::C;
-  using Base::c, Base::p, Base::r, Base::parameters, Base::cut, Base::threads, Base::grads, Base::stream;
+  using Base::c, Base::p, Base::r, Base::parameters, Base::cut, Base::threads, Base::grads, Base::stream, Base::far;
 
  public:
   OneFactor(const NsCall &call, const Problem &problem) : Base(call, problem, !shared(problem)) {}
@@ -196,7 +210,7 @@ class OneFactor : RowsBackward<T, F> {
         of_set[i] = this->gradient(set.s, this->scale_of(set.s), g);
       });
       if (c.dx)
-        each_block_backwards(p, cut, threads, [&](int64_t i, int64_t k) { put(p.kept.at(i), cut.at(k), of_set[i]); });
+        each_block_backwards(p, cut, threads, [&](int64_t i, int64_t k) { put(p.kept.at(i), cut.at(k), of_set[i], nullptr); });
     } else {
       parallel_for(p.sets, threads, [&](int64_t i) {
         const Offset set = p.kept.at(i);
@@ -209,8 +223,10 @@ class OneFactor : RowsBackward<T, F> {
             add(&g, set, cut.at(k), block);
           }
         const Gradient<C> k = this->gradient(set.s, s, g);
-        if (c.dx)
-          for (int64_t b = cut.blocks; b-- > 0;) put(set, cut.at(b), k);
+        if (!c.dx) return;
+        const bool more = far && i + 1 < p.sets;
+        const Offset next = more ? p.kept.at(i + 1) : Offset{};
+        for (int64_t b = cut.blocks; b-- > 0;) put(set, cut.at(b), k, more ? &next : nullptr);
       });
     }
     return grads ? fold(of_block) : int(NS_DONE);
@@ -235,13 +251,13 @@ class OneFactor : RowsBackward<T, F> {
 
   NS_ONE_COPY Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
     return sums_of<T, F, false>(b.first, b.last, b.size, s, nullptr,
-                                [&](int64_t k) { return this->line(set, p.erased.at(k), b.begin, {}); });
+                                [&](int64_t k) { return this->line(set, p.erased.at(k), b.begin); });
   }
 
-  void put(const Offset &set, const Block &b, const Gradient<C> &k) const {
+  void put(const Offset &set, const Block &b, const Gradient<C> &k, const Offset *next) const {
     const C f = factor(set, b);
     for (int64_t i = b.last; i-- > b.first;) {
-      const Line<T> line = this->line(set, p.erased.at(i), b.begin, k);
+      const Line<T> line = this->line(set, p.erased.at(i), b.begin, k, next);
       with(stream && aligned(line.dx), [&](auto past) { dx_one<T, F, sizeof(T) <= 4 && past>(line, b.size, f); });
     }
   }
@@ -278,7 +294,7 @@ class EachFactor : RowsBackward<T, F> {
   using Base = RowsBackward<T, F>;
   using L = Lanes<T>;
   using C = typename Base::C;
-  using Base::c, Base::p, Base::r, Base::parameters, Base::cut, Base::threads, Base::grads, Base::stream;
+  using Base::c, Base::p, Base::r, Base::parameters, Base::cut, Base::threads, Base::grads, Base::stream, Base::far;
 
  public:
   EachFactor(const NsCall &call, const Problem &problem)
@@ -299,7 +315,7 @@ class EachFactor : RowsBackward<T, F> {
   NS_ONE_COPY Sums sums(const Offset &set, const Block &b, const Scale<C> &s) const {
     const Offset segment = p.erased.at(b.first);
     return sums_of<T, F, true>(0, 1, b.size, s, parameters.factor + parameters.runs.at(set.p + segment.p + b.begin),
-                               [&](int64_t) { return this->line(set, segment, b.begin, {}); });
+                               [&](int64_t) { return this->line(set, segment, b.begin); });
   }
 
   Gradient<C> gradient(const Offset &set) const {
@@ -331,12 +347,12 @@ class EachFactor : RowsBackward<T, F> {
     with(past, [&](auto flag) { go(std::true_type{}, std::bool_constant<sizeof(T) <= 4 && R == kTogether && flag>{}); });
   }
 
-  // A block of R sets whose parameters are the same.
+  // A block of R sets whose parameters are the same; `next`, R sets that are read after them, or null.
   template <int R>
-  void block(const Offset *set, const Gradient<C> *k, const Block &b, C *dweight, C *dbias) const {
+  void block(const Offset *set, const Gradient<C> *k, const Block &b, C *dweight, C *dbias, const Offset *next) const {
     const Offset segment = p.erased.at(b.first);
     Line<T> line[R];
-    for (int i = 0; i < R; ++i) line[i] = this->line(set[i], segment, b.begin, k[i]);
+    for (int i = 0; i < R; ++i) line[i] = this->line(set[i], segment, b.begin, k[i], next ? next + i : nullptr);
     lines<R>(line, b.size, parameters.runs.at(set[0].p + segment.p + b.begin), dweight, dbias);
   }
 
@@ -361,13 +377,16 @@ class EachFactor : RowsBackward<T, F> {
           if (set[n].p != set[0].p) break;
           k[n] = gradient(set[n]);
         }
+        Offset next[kTogether];
+        const bool more = far && n == kTogether && i + 2 * kTogether <= end;
+        for (int j = 0; more && j < kTogether; ++j) next[j] = p.kept.at(i + kTogether + j);
         for (int64_t b = cut.blocks; b-- > 0;) {
           const Block block_ = cut.at(b);
           const int64_t at = parameters.runs.at(set[0].p + p.erased.at(block_.first).p + block_.begin);
           if (n == kTogether) {
-            block<kTogether>(set, k, block_, dweight + at, dbias + at);
+            block<kTogether>(set, k, block_, dweight + at, dbias + at, more ? next : nullptr);
           } else {
-            for (int j = 0; j < n; ++j) block<1>(set + j, k + j, block_, dweight + at, dbias + at);
+            for (int j = 0; j < n; ++j) block<1>(set + j, k + j, block_, dweight + at, dbias + at, nullptr);
           }
         }
         i += n;
@@ -407,9 +426,9 @@ class EachFactor : RowsBackward<T, F> {
         const int n = p.sets - i >= kTogether ? kTogether : 1;
         for (int k = 0; k < n; ++k) set[k] = p.kept.at(i + k);
         if (n == kTogether) {
-          block<kTogether>(set, of_set + i, b, sums[0], sums[1]);
+          block<kTogether>(set, of_set + i, b, sums[0], sums[1], nullptr);
         } else {
-          block<1>(set, of_set + i, b, sums[0], sums[1]);
+          block<1>(set, of_set + i, b, sums[0], sums[1], nullptr);
         }
         i += n;
       }
@@ -467,7 +486,7 @@ int rows_backward(const NsCall &c, const Problem &p) {
     }
     return NS_DONE;
   }
-  return p.inner_p ? EachFactor<T, F>(c, p).run() : OneFactor<T, F>(c, p).run();
+  return fenced(p.inner_p ? EachFactor<T, F>(c, p).run() : OneFactor<T, F>(c, p).run());
 }
 
 template <class T>

@@ -141,7 +141,6 @@ void apply(const T *x, T *y, int64_t n, const Scale<typename Lanes<T>::C> &s, co
     }
     span.template store<Stream>(y + i, v);
   });
-  if constexpr (Stream) stream_fence();
 }
 
 template <class T>
@@ -195,7 +194,7 @@ class RowsForward {
     if (!parameters) return NS_NO_MEMORY;
     if (inside(p, cut, threads)) return by_blocks();
     const int at_a_time = p.set_size <= kShort ? kAtATime : 1;
-    const bool far = p.set_size * int64_t(sizeof(T)) <= kNearBytes && p.elements * int64_t(sizeof(T)) > 4 * kNearBytes;
+    const bool far = from_afar<T>(p, 1);
     return parallel_for(ceil_div(p.sets, at_a_time), threads, [&](int64_t task) {
       Offset set[kAtATime];
       Moments m[kAtATime];
@@ -208,8 +207,9 @@ class RowsForward {
       for (int i = 0; i < n; ++i) s[i] = finish(set[i], m[i]);
       for (int i = n; i-- > 0;) {
         const int64_t next = (task + 1) * at_a_time + i;
-        const Offset ahead = next < p.sets && far ? p.kept.at(next) : Offset{};
-        for (int64_t k = cut.blocks; k-- > 0;) put(set[i], cut.at(k), s[i], next < p.sets && far ? &ahead : nullptr);
+        const bool more = far && next < p.sets;
+        const Offset ahead = more ? p.kept.at(next) : Offset{};
+        for (int64_t k = cut.blocks; k-- > 0;) put(set[i], cut.at(k), s[i], more ? &ahead : nullptr);
       }
     });
   }
@@ -293,12 +293,12 @@ int rows_norm(const NsCall &c, const Problem &p) {
     if (c.stats) std::fill_n(static_cast<C *>(c.stats), (center ? 3 : 1) * p.sets, std::numeric_limits<C>::quiet_NaN());
     return NS_DONE;
   }
-  return RowsForward<T>(c, p).by_batch();
+  return fenced(RowsForward<T>(c, p).by_batch());
 }
 
 template <class T>
 int rows_fixed(const NsCall &c, const Problem &p) {
-  return p.elements == 0 ? int(NS_DONE) : RowsForward<T>(c, p).by_stored();
+  return p.elements == 0 ? int(NS_DONE) : fenced(RowsForward<T>(c, p).by_stored());
 }
 
 }  // namespace ns

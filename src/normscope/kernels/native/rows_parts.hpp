@@ -154,6 +154,13 @@ NS_INLINE auto with_dtype(int dtype, F &&f) {
 // again.
 constexpr int64_t kNearBytes = 512 << 10;
 
+// Sets come from memory one by one, each read once: what comes next is worth sending for. `tensors` are read.
+template <class T>
+bool from_afar(const Problem &p, int tensors) {
+  const int64_t size = sizeof(T);
+  return p.set_size * size <= kNearBytes && p.elements * size * tensors > 4 * kNearBytes;
+}
+
 // Asks for the pack at p, which need not be there.
 template <class T>
 NS_INLINE void send_for(const T *p) {
@@ -171,6 +178,13 @@ template <class T>
 bool streams(const Problem &p) {
   return sizeof(T) <= 4 && p.elements * int64_t(sizeof(T)) > kStreamBytes;
 }
+// Once at the end of a call, since it waits for all of them. What other threads streamed is ordered by the locked addition
+// with which they leave parallel_for.
+inline int fenced(int result) {
+  stream_fence();
+  return result;
+}
+
 inline bool aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
 
 // ---- parameters
