@@ -149,9 +149,9 @@ class TestCompilers:
             "avx2": "built",
             "base": "built",
         }
-        assert sorted(file.name for file in tmp_path.glob("_native*.so*")) == [
-            "_native_avx2.so",
-            "_native_base.so",
+        assert sorted(file.name for file in tmp_path.glob("_native*.so.1*")) == [
+            "_native_avx2.so.1",
+            "_native_base.so.1",
         ]
 
     def test_building_one_keeps_what_is_said_of_the_others(
@@ -217,7 +217,7 @@ def test_an_unreadable_record_is_no_record(tmp_path: Path) -> None:
 def tree(tmp_path: Path) -> Path:
     """What an install reads, away from the working copy, where it would leave a build folder."""
     copy = tmp_path / "tree"
-    unwanted = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", build.RECORD)
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so", "*.so.1", "*.egg-info", build.RECORD)
     shutil.copytree(ROOT / "src", copy / "src", ignore=unwanted)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
@@ -237,7 +237,7 @@ def test_pip_install_without_a_compiler(tree: Path, path: Path, tmp_path: Path) 
     pip("install", "--no-deps", "--no-build-isolation", "--target", target, tree)
     kernels = target / "normscope" / "kernels"
     assert "no C++ compiler" in build.outcome(kernels, "base")
-    assert not list(kernels.glob("*.so"))
+    assert not list(kernels.glob(build.file_name("*")))
     script = (
         "import normscope.kernels as k; assert k.__file__.startswith({!r}), k.__file__; print(k.status())"
     )
@@ -273,7 +273,7 @@ def test_a_wheel_is_for_this_platform_only_where_it_holds_libraries(tree: Path, 
     pip(*wheel, tree)  # in the same build folder: what the first build left must not be taken along
     (made,) = tmp_path.glob("*.whl")
     assert made.name.endswith("-py3-none-any.whl")
-    assert not any(name.endswith(".so") for name in zipfile.ZipFile(made).namelist())
+    assert not any(".so" in name for name in zipfile.ZipFile(made).namelist())
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def runnable() -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of what was built."""
-    for file in [*HOME.glob("_native_*.so"), HOME / build.RECORD]:
+    for file in [*HOME.glob(build.file_name("*")), HOME / build.RECORD]:
         shutil.copy(file, tmp_path)
     return tmp_path
 

@@ -49,7 +49,8 @@ STATIC = (
 
 
 def file_name(isa: str) -> str:
-    return f"_native_{isa}.so"
+    # not "….so": Python would take it for an extension module
+    return f"_native_{isa}.so.1"
 
 
 def instruction_sets() -> dict[str, tuple[str, ...]]:
