@@ -46,8 +46,8 @@ NS_INLINE typename Lanes<T>::C near_mean(const T *x, int64_t n) {
   return typename L::C(sum_lanes(v.a + v.b) / L::kPack);
 }
 
-// In one pass, with values shifted by one near the mean, which keeps their digits. Where it turns out to be far from the
-// mean (by more than two deviations), squares have lost digits, and another pass follows with a better one.
+// In one pass, with values shifted by one near the mean, which keeps their digits. Where it turns out to be far from
+// the mean (by more than two deviations), squares have lost digits, and another pass follows with a better one.
 template <class T, bool Center>
 NS_ONE_COPY Moments block_moments(const Problem &p, const Source<T> &x, const Offset &set, const Block &b) {
   using L = Lanes<T>;
@@ -112,8 +112,8 @@ template <class T>
 using Apply = void (*)(const T *x, T *y, int64_t n, const Scale<typename Lanes<T>::C> &s,
                        const typename Lanes<T>::C *factor, const typename Lanes<T>::C *bias, const T *ahead);
 
-// One segment. Each: factor and bias have one value an element, else one for all. Memory would rest meanwhile, so what is
-// read next, `ahead`, is sent for.
+// One segment. Each: factor and bias have one value an element, else one for all. Memory would rest meanwhile, so what
+// is read next, `ahead`, is sent for; it may be null.
 template <class T, bool Center, bool Each, bool Bias, bool Round, bool Stream>
 void apply(const T *x, T *y, int64_t n, const Scale<typename Lanes<T>::C> &s, const typename Lanes<T>::C *factor,
            const typename Lanes<T>::C *bias, const T *ahead) {
@@ -290,7 +290,8 @@ int rows_norm(const NsCall &c, const Problem &p) {
   using C = typename Lanes<T>::C;
   if (p.elements == 0) {  // sets of nothing have no mean
     const bool center = c.recipe.options & 1;
-    if (c.stats) std::fill_n(static_cast<C *>(c.stats), (center ? 3 : 1) * p.sets, std::numeric_limits<C>::quiet_NaN());
+    constexpr C nan = std::numeric_limits<C>::quiet_NaN();
+    if (c.stats) std::fill_n(static_cast<C *>(c.stats), (center ? 3 : 1) * p.sets, nan);
     return NS_DONE;
   }
   return fenced(RowsForward<T>(c, p).by_batch());

@@ -1,7 +1,7 @@
 // What the kernels of rows share: how a set is cut into blocks, the walk over packs, and parameters of each element.
 //
-// A set is a number of segments of `inner` contiguous elements. How it is cut depends on its shape alone, and what blocks
-// yield is merged in their order, so that a result has the same bits for any number of threads.
+// A set is a number of segments of `inner` contiguous elements. How it is cut depends on its shape alone, and what
+// blocks yield is merged in their order, so that a result has the same bits for any number of threads.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -19,8 +19,8 @@ namespace ns {
 constexpr int64_t kBlock = 2048;    // elements summed in compute precision before double takes over: 32 of them a lane
 constexpr int64_t kSerial = 32768;  // fewer elements than this are not worth waking a second thread
 
-// Two copies of one expression, inlined at two places, may be contracted to other fused operations and so differ in their
-// last bit. What both ways through the kernels compute (threads between sets, threads inside a set) is one function.
+// Two copies of one expression, inlined at two places, may be contracted to other fused operations and so differ in
+// their last bit. What both ways through the kernels compute (threads between sets, threads inside a set) is one function.
 #define NS_ONE_COPY __attribute__((noinline))
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -94,8 +94,8 @@ struct Part {
   }
 };
 
-// f(i, span, slot) for every pack of n elements: i where it starts, span how to load and store it, slot which of two sets
-// of accumulators is free.
+// f(i, span, slot) for every pack of n elements: i where it starts, span how to load and store it, slot which of two
+// sets of accumulators is free.
 template <class T, class F>
 NS_INLINE void sweep(int64_t n, F &&f) {
   constexpr int64_t pack = Lanes<T>::kPack;
@@ -178,8 +178,8 @@ template <class T>
 bool streams(const Problem &p) {
   return sizeof(T) <= 4 && p.elements * int64_t(sizeof(T)) > kStreamBytes;
 }
-// Once at the end of a call, since it waits for all of them. What other threads streamed is ordered by the locked addition
-// with which they leave parallel_for.
+// Once at the end of a call, since it waits for all of them. What other threads streamed is ordered by the locked
+// addition with which they leave parallel_for.
 inline int fenced(int result) {
   stream_fence();
   return result;
@@ -190,7 +190,7 @@ inline bool aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 64 
 // ---- parameters
 
 // Arrays over the parameters in compute precision. Where each element has its own they are in the order of lanes: they
-// come in runs of `inner`, and each run is padded to whole packs, so that the last pack of a segment is like any other.
+// come in runs of `inner`, each padded to whole packs, so that the last pack of a segment is like any other.
 // Else a segment has one, and they are in their own order.
 template <class T>
 struct Runs {
