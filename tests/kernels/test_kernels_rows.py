@@ -169,8 +169,8 @@ def test_a_constant_set_gives_exactly_the_bias(dtype, value, spec, shape):
         (RMS, (3, 70_000)),
         (BATCH, (8, 2, 70, 70)),
         (BATCH, (8, 64, 14, 14)),
-        (GROUP, (1, 4, 120, 100)),
-        (INSTANCE, (2, 2, 120, 120)),
+        (GROUP, (1, 4, 240, 100)),
+        (INSTANCE, (2, 2, 150, 150)),
     ],
 )
 def test_the_same_bits_for_any_number_of_threads(dtype, spec, shape):

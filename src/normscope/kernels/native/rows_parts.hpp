@@ -17,7 +17,7 @@
 namespace ns {
 
 constexpr int64_t kBlock = 2048;    // elements summed in compute precision before double takes over: 32 of them a lane
-constexpr int64_t kSerial = 32768;  // fewer elements than this are not worth waking a second thread
+constexpr int64_t kSerial = 65536;  // fewer elements than this, 10 to 15 us of work, are not worth waking a second thread
 
 // Two copies of one expression, inlined at two places, may be contracted to other fused operations and so differ in
 // their last bit. What both ways through the kernels compute (threads between sets, threads inside a set) is one function.
