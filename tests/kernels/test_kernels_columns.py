@@ -58,6 +58,7 @@ CASES: dict[str, Case] = {
     "groups": (GROUP, (9, 64, 14, 14)),
     "groups of one sample": (GROUP, (1, 64, 50, 50)),
     "groups folded": (GROUP, (3, 20, 9, 7)),
+    "groups of forty": (families.group_norm(8), (2, 320, 16, 16)),
     "groups of two": (families.group_norm(16), (2, 32, 5, 5)),
     "planes in chunks": (INSTANCE, (2, 64, 70, 70)),
     "instances folded": (INSTANCE, (2, 21, 30, 31)),

@@ -31,7 +31,7 @@ SCALES = {"std": 0, "rms": 1, "l2": 2}
 EPS_AT = {"variance": 0, "std": 1, "max": 2}
 SCALE_SHIFT, EPS_SHIFT, ROUND_FIRST, CORRECTION_SHIFT = 1, 3, 32, 8
 MOST_AXES = 12
-SHORT_PIECE = 32  # longer pieces are rows: a whole vector or two of one set
+SHORT_PIECE = 48  # longer pieces are rows: whole vectors of one set
 
 
 @dataclass(frozen=True)

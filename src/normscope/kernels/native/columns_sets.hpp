@@ -157,17 +157,17 @@ void moments_of(const Plan &p, const T *x, int64_t begin, int64_t end, const Spa
   int64_t filled = 0, room = first;
   const auto clear = [&] { std::fill(sum, sum + 2 * s.padded, C(0)); };
   const auto flush = [&] {
-    const double m = double(filled), part = m / (n + m), weight = n * part;
+    const double m = double(filled), each = 1 / m, part = m / (n + m), weight = n * part;
     if (Center && n == 0) {
       for (int64_t i = 0; i < s.padded; ++i) {
-        const double low = double(sum[i]) / m;
+        const double low = double(sum[i]) * each;
         out.mean[i] = double(about[i]), out.low[i] = low;
         out.squares[i] = double(squares[i]) - double(sum[i]) * low;
         about[i] = C(out.mean[i] + low);
       }
     } else if (Center) {
       for (int64_t i = 0; i < s.padded; ++i) {
-        const double low = double(sum[i]) / m;
+        const double low = double(sum[i]) * each;
         const double delta = (double(about[i]) - out.mean[i]) + (low - out.low[i]);
         out.low[i] += delta * part;
         out.squares[i] += (double(squares[i]) - double(sum[i]) * low) + delta * delta * weight;

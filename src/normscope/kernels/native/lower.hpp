@@ -7,7 +7,7 @@
 namespace ns {
 
 constexpr int kMostAxes = 12;
-constexpr int64_t kShortPiece = 32;
+constexpr int64_t kShortPiece = 48;
 
 // One loop over memory: strides of x-like and y-like tensors, of the parameters, and of the statistic sets.
 struct Loop {
