@@ -129,7 +129,7 @@ def test_values_and_gradients(case: Problem) -> None:
     for i, (have, want) in enumerate(zip(found, true, strict=True)):
         cancels = float(np.abs(want).max(initial=0.0)) < scale
         terms = scale * steep if i == 0 else count if cancels else 0.0
-        assert off(have, want, terms) <= allowed, (steep, scale)
+        assert off(have, want, terms) <= allowed, (i, Problem.__repr__(case))
 
 
 def statistics_of(spec: NormSpec, x: np.ndarray) -> np.ndarray:

@@ -37,7 +37,7 @@ X86 = {
 NEEDS = {"avx512": AVX512, "avx2": AVX2, "base": ()}
 
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden"),
+    *("-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     "-Wno-psabi",  # no vector crosses a library's border
 )
@@ -56,12 +56,15 @@ def file_name(isa: str) -> str:
 def instruction_sets() -> dict[str, tuple[str, ...]]:
     """Those of this kind of machine, the fastest first, with their flags."""
     x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
-    if x86:
-        return {
-            **X86,
-            "base": ("-O2",),
-        }  # for CPUs older than 2013: not worth the longest compilation of the three
-    return {"base": ()}
+    return {**(X86 if x86 else {}), "base": ()}
+
+
+def level(isa: str, source: str) -> str:
+    """How much is optimized: all of it takes minutes to compile. A baseline beside better sets is for CPUs older than
+    2013; float16 and float64 are rare on CPUs, and lose some percent."""
+    if isa == "base" and len(instruction_sets()) > 1:
+        return "-O1"
+    return "-O2" if source in ("run_float16.cpp", "run_float64.cpp") else "-O3"
 
 
 def build(folder: Path, isas: Iterable[str] = ()) -> dict[str, str]:
@@ -93,13 +96,14 @@ def _build(compiler: Compiler, flags: dict[str, tuple[str, ...]], folder: Path) 
     results, compiled = {}, {}
     with TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for isa in flags:
-            made_of = f"built from {_digest(version, flags[isa], compiler)}"
+            made_of = f"built from {_digest(version, isa, flags[isa], compiler)}"
             if (folder / file_name(isa)).exists() and outcome(folder, isa) == made_of:
                 results[isa] = _record(folder)[isa]
             else:
                 into = [Path(objects, f"{isa}-{source}.o") for source in sources]
                 jobs = [
-                    pool.submit(compiler.compile, *job, flags[isa]) for job in zip(sources, into, strict=True)
+                    pool.submit(compiler.compile, source, to, (level(isa, source), *flags[isa]))
+                    for source, to in zip(sources, into, strict=True)
                 ]
                 compiled[isa] = (made_of, into, jobs)
         for isa, (made_of, into, jobs) in compiled.items():
@@ -117,10 +121,11 @@ def _build(compiler: Compiler, flags: dict[str, tuple[str, ...]], folder: Path) 
     return {isa: results[isa] for isa in flags}
 
 
-def _digest(version: str, flags: tuple[str, ...], compiler: Compiler) -> str:
+def _digest(version: str, isa: str, flags: tuple[str, ...], compiler: Compiler) -> str:
     """Of everything that a library is made of."""
     digest = hashlib.sha256(repr((version, compiler, FLAGS, flags)).encode())
     for path in sorted(SOURCES.iterdir()):
+        digest.update(level(isa, path.name).encode())
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -85,7 +85,8 @@ struct Backward {
   void sum(int64_t outer, const Offset &at, int64_t begin, int64_t end, const Span &s, const Slopes<T> &by,
            const Products &out, Compute<T> *work, double *line_sums) const {
     using C = Compute<T>;
-    constexpr int64_t block = 64;  // lines summed in compute values
+    // Lines summed in compute values: of those that are added one by one, fewer.
+    const int64_t block = x.p.line_parameters ? 16 : 64;
     std::fill(out.sum, out.sum + s.padded, 0.0), std::fill(out.product, out.product + s.padded, 0.0);
     each_stretch(at, begin, end, s, [&](BackStretch<T> lines, int64_t line) {
       for (int64_t left = lines.lines; left > 0; left -= block) {

@@ -71,6 +71,7 @@ template <int At>
 struct Lines {
   static constexpr int n = At;
 };
+// Sums go by these lines first: of equal terms, one added to a sum of many is rounded the same way each time.
 template <class Body>
 NS_INLINE void several_lines(int64_t lines, Body &&body) {
   int64_t l = 0;
@@ -100,16 +101,16 @@ void add_moments(const T *x, int64_t stride, int64_t lines, int64_t width, const
   several_lines(lines, [&](int64_t l, auto at) {
     const T *line = x + l * stride;
     each_pack<T>(width, [&](int64_t j, auto part) {
-      PackOf<T> q = get<T>(squares + j);
+      PackOf<T> q = every<T>(0);
       if constexpr (Center) {
         const PackOf<T> from = get<T>(about + j);
-        PackOf<T> s = get<T>(sum + j);
+        PackOf<T> s = every<T>(0);
         for (int i = 0; i < at.n; ++i) {
           fetch(line + i * stride + ahead + j);
           const PackOf<T> d = read(line + i * stride + j, part) - from;
           s = s + d, q = multiply_add(d, d, q);
         }
-        put<T>(sum + j, s);
+        put<T>(sum + j, get<T>(sum + j) + s);
       } else {
         for (int i = 0; i < at.n; ++i) {
           fetch(line + i * stride + ahead + j);
@@ -117,7 +118,7 @@ void add_moments(const T *x, int64_t stride, int64_t lines, int64_t width, const
           q = multiply_add(v, v, q);
         }
       }
-      put<T>(squares + j, q);
+      put<T>(squares + j, get<T>(squares + j) + q);
     });
   });
 }
@@ -189,14 +190,14 @@ void add_products(const BackStretch<T> &at, const Compute<T> *mean, Compute<T> *
   several_lines(at.lines, [&](int64_t l, auto n) {
     each_pack<T>(at.width, [&](int64_t j, auto part) {
       const PackOf<T> m = get<T>(mean + j);
-      PackOf<T> s = get<T>(sum + j), q = get<T>(product + j);
+      PackOf<T> s = every<T>(0), q = every<T>(0);
       for (int i = 0; i < n.n; ++i) {
         const T *x = at.x + (l + i) * at.x_stride + j, *dy = at.dy + (l + i) * at.y_stride + j;
         fetch(x + x_ahead), fetch(dy + y_ahead);
         const PackOf<T> g = read(dy, part);
         s = s + g, q = multiply_add(g, read(x, part) - m, q);
       }
-      put<T>(sum + j, s), put<T>(product + j, q);
+      put<T>(sum + j, get<T>(sum + j) + s), put<T>(product + j, get<T>(product + j) + q);
     });
   });
 }

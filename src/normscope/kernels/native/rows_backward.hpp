@@ -121,6 +121,7 @@ class OneFactor : RowsBackward<T, F> {
 // Rows gone through together; what they and their gradients take must stay in the cache.
 constexpr int kTogether = 4;
 constexpr int64_t kTogetherBytes = 1 << 20;
+constexpr int64_t kUses = 64;
 
 template <class T, Form F>
 class EachFactor : RowsBackward<T, F> {
@@ -191,17 +192,28 @@ class EachFactor : RowsBackward<T, F> {
     lines<R>(line, b.size, parameters.runs.at(set[0].p + segment.p + b.begin), dweight, dbias);
   }
 
-  // Sets in chunks, each with sums of its own for all parameters, added up in double in the order of chunks.
+  // Whether a set uses one parameter several times.
+  bool repeats() const {
+    for (int i = 0; i < p.erased.n; ++i)
+      if (!p.erased.loop[i].p) return true;
+    return false;
+  }
+
+  // Sets in chunks, each with sums of its own for all parameters, added up in double in the order of chunks. No sum in
+  // compute values has more than kUses terms: a chunk has several where its sets use parameters more often.
   int by_sets() {
-    const int64_t uses = p.elements / p.parameters, share = std::clamp<int64_t>(uses / 32, 16, 256);
+    const int64_t uses = p.elements / p.parameters, share = std::clamp<int64_t>(uses / 32, 16, kUses);
     const int64_t a_chunk = ceil_div(p.sets, std::clamp<int64_t>(uses / share, 1, p.sets));
     const int64_t chunks = ceil_div(p.sets, a_chunk), size = parameters.runs.size();
-    Scratch memory(sizeof(C) * size * kinds() * chunks);
+    const bool again = repeats();
+    const int64_t sums = again ? a_chunk * cut.blocks / (kUses - kTogether) + 1 : 1;
+    Scratch memory(sizeof(C) * size * kinds() * chunks * sums);
     if (!memory) return NS_NO_MEMORY;
     C *partial = memory.as<C>();
     parallel_for(chunks, threads, [&](int64_t chunk) {
-      C *dweight = partial + chunk * size * kinds(), *dbias = dweight + size;
-      std::memset(static_cast<void *>(dweight), 0, sizeof(C) * size * kinds());
+      C *dweight = partial + chunk * sums * size * kinds(), *dbias = dweight + size;
+      std::memset(static_cast<void *>(dweight), 0, sizeof(C) * size * kinds() * sums);
+      int64_t used = 0;
       const int64_t end = std::min(p.sets, (chunk + 1) * a_chunk);
       for (int64_t i = chunk * a_chunk; i < end;) {
         Offset set[kTogether];
@@ -216,6 +228,7 @@ class EachFactor : RowsBackward<T, F> {
         const bool more = far && n == kTogether && i + 2 * kTogether <= end;
         for (int j = 0; more && j < kTogether; ++j) next[j] = p.kept.at(i + kTogether + j);
         for (int64_t b = cut.blocks; b-- > 0;) {
+          if (again && (used += n) > kUses) used = n, dweight += size * kinds(), dbias += size * kinds();
           const Block block_ = cut.at(b);
           const int64_t at = parameters.runs.at(set[0].p + p.erased.at(block_.first).p + block_.begin);
           if (n == kTogether) {
@@ -227,7 +240,7 @@ class EachFactor : RowsBackward<T, F> {
         i += n;
       }
     });
-    if (grads) fold(partial, chunks, size);
+    if (grads) fold(partial, chunks * sums, size);
     return NS_DONE;
   }
 

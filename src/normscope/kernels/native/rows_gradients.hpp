@@ -86,9 +86,7 @@ void dx_each(const Line<T> *lines, int64_t n, const typename Lanes<T>::C *factor
   std::copy(lines, lines + R, line);
   const auto step = [&](int64_t i, auto span) {
     const P f = load_lanes<L>(factor + i);
-    P w{}, b{};
-    if constexpr (Grads > 0) w = load_lanes<L>(dweight + i);
-    if constexpr (Grads > 1) b = load_lanes<L>(dbias + i);
+    P w{}, b{};  // of these lines alone: of equal terms, one added to a sum of many is rounded the same way each time
     for (int k = 0; k < R; ++k) {
       const P dy = span.load(line[k].dy + i, 0);
       line[k].send_for_next(i);
@@ -97,8 +95,8 @@ void dx_each(const Line<T> *lines, int64_t n, const typename Lanes<T>::C *factor
       if constexpr (Grads > 1) b = b + dy;
       if constexpr (Dx) put_dx<T, F, Stream>(line[k], i, span, dy * f, xhat);
     }
-    if constexpr (Grads > 0) store_lanes<L>(dweight + i, w);
-    if constexpr (Grads > 1) store_lanes<L>(dbias + i, b);
+    if constexpr (Grads > 0) store_lanes<L>(dweight + i, load_lanes<L>(dweight + i) + w);
+    if constexpr (Grads > 1) store_lanes<L>(dbias + i, load_lanes<L>(dbias + i) + b);
   };
   int64_t i = 0;
   for (; i + L::kPack <= n; i += L::kPack) step(i, Whole<T>{});

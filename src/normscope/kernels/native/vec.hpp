@@ -283,9 +283,7 @@ struct Lanes<Float16> : LanesBase<Lanes<Float16>, Float16, float, f32x16, false>
     std::memcpy(&v, &lo, 32), std::memcpy((char *)&v + 32, &hi, 32);
     return v;
 #else
-    f32x16 v;
-    for (int i = 0; i < 16; ++i) v[i] = widen(p[i]);
-    return v;
+    return wide_by_one(p);
 #endif
   }
   static NS_INLINE u16x16 tight(f32x16 v) {
@@ -299,10 +297,19 @@ struct Lanes<Float16> : LanesBase<Lanes<Float16>, Float16, float, f32x16, false>
     std::memcpy(&r, &a, 16), std::memcpy((char *)&r + 16, &b, 16);
     return r;
 #else
+    return tight_by_one(v);
+#endif
+  }
+  // One copy of each, where the machine has no instruction for it: inlined they take longest of all to compile.
+  [[gnu::noinline]] static f32x16 wide_by_one(const Float16 *p) {
+    f32x16 v;
+    for (int i = 0; i < 16; ++i) v[i] = widen(p[i]);
+    return v;
+  }
+  [[gnu::noinline]] static u16x16 tight_by_one(f32x16 v) {
     u16x16 r;
     for (int i = 0; i < 16; ++i) r[i] = narrow_f16(v[i]).bits;
     return r;
-#endif
   }
   static NS_INLINE P load(const Float16 *p) { return {wide(p), wide(p + 16)}; }
   static NS_INLINE void store(Float16 *p, P v) { store_raw(p, tight(v.a)), store_raw(p + 16, tight(v.b)); }
