@@ -37,16 +37,20 @@ SPECS = {
 HALF = (torch.bfloat16, torch.float16)
 
 
-@dataclass(repr=False)
+@dataclass
 class Problem:
     spec: NormSpec
     x: Tensor
     parameters: list[Tensor | None]
     dy: Tensor
 
-    def __repr__(self) -> str:
-        x, dy = self.x, self.dy
-        return f"{self.spec!r} on {tuple(x.shape)} at {x.stride()}, {x.dtype}, mean {x.mean()}, dy at {dy.stride()}"
+
+def repr_of(case: Problem) -> str:
+    x, dy = case.x, case.dy
+    return (
+        f"{case.spec!r} on {tuple(x.shape)} at {x.stride()}, {x.dtype}, mean {x.mean()}, parameters {case.parameters}, "
+        f"dy {dy.flatten()[:3]} at {dy.stride()}"
+    )
 
 
 @st.composite
@@ -95,7 +99,7 @@ def off(found: Tensor, true: np.ndarray, terms: float) -> float:
 
 
 @given(problems())
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_values_and_gradients(case: Problem) -> None:
     spec, dy = case.spec, case.dy
     x, weight, bias = (None if t is None else t.detach().requires_grad_() for t in (case.x, *case.parameters))
@@ -108,9 +112,9 @@ def test_values_and_gradients(case: Problem) -> None:
     true = [g for g in reference.vjp(exact(dy), *arguments) if g is not None]
 
     half = x.dtype in HALF
-    # float32: what is promised, 1e-6 of the largest value; float64: the like, by its own rounding and a mean of 1e4
-    # deviations; half types: the rounding of the output and one step of it
-    allowed = torch.finfo(x.dtype).eps * 1.5 if half else 1e-6 if x.dtype == torch.float32 else 1e-12
+    # float32: what is promised, 1e-6 of the largest value; float64: what the reference is good for, which adds up
+    # to 1e5 terms one after the other; half types: the rounding of the output and one step of it
+    allowed = torch.finfo(x.dtype).eps * 1.5 if half else 1e-6 if x.dtype == torch.float32 else 1e-11
     assert y.shape == x.shape
     assert y.dtype == x.dtype
     assert y.stride() == torch.empty_like(x).stride()
@@ -123,13 +127,13 @@ def test_values_and_gradients(case: Problem) -> None:
         float(spec.eps or 1e-16) ** (0.5 if spec.eps_at == "variance" else 1),
     )
     assert off(y, true_y, 0.0) <= allowed
-    # A gradient of parameters may cancel as well (that of a weight, where dy is the same everywhere): then by the sum of
-    # what cancels.
-    count = scale * x.numel() / max(1, 0 if weight is None else weight.numel())
+    # A gradient of parameters is a sum of many, and may come out small: it is measured by what such a sum usually is,
+    # or where it cancels (that of a weight, where dy is the same everywhere) by the sum of what cancels.
+    n = x.numel() / max(1, 0 if weight is None else weight.numel())
     for i, (have, want) in enumerate(zip(found, true, strict=True)):
         cancels = float(np.abs(want).max(initial=0.0)) < scale
-        terms = scale * steep if i == 0 else count if cancels else 0.0
-        assert off(have, want, terms) <= allowed, (i, Problem.__repr__(case))
+        terms = scale * (steep if i == 0 else n if cancels else n**0.5)
+        assert off(have, want, terms) <= allowed, (i, repr_of(case))
 
 
 def statistics_of(spec: NormSpec, x: np.ndarray) -> np.ndarray:

@@ -139,7 +139,9 @@ CHANNELS_LAST = (64 * 56 * 56, 1, 56 * 64, 64)
         (families.layer_norm(), (8, 768), (0, 1), "rows"),
     ],
 )
-def test_which_kernel(spec: NormSpec, shape: tuple[int, ...], order: tuple[int, ...] | None, kernel: str) -> None:
+def test_which_kernel(
+    spec: NormSpec, shape: tuple[int, ...], order: tuple[int, ...] | None, kernel: str
+) -> None:
     assert layout.kernel(layout.runs(spec, shape, order)) == kernel
 
 
@@ -175,7 +177,9 @@ def lowered(
     assert LIBRARY is not None
     numbers = [(ctypes.c_int64 * max(1, len(shape)))(*values) for values in (shape, at, out)]
     recipe = NsRecipe(call.axes, call.split, call.options, call.eps or 0.0, call.gain, call.offset)
-    asked = NsCall(ndim=len(shape), recipe=recipe, sizes=numbers[0], x_strides=numbers[1], y_strides=numbers[2])
+    asked = NsCall(
+        ndim=len(shape), recipe=recipe, sizes=numbers[0], x_strides=numbers[1], y_strides=numbers[2]
+    )
     rows = (ctypes.c_int64 * (6 * layout.MOST_AXES))()
     function = LIBRARY.functions.ns_lowered
     function.argtypes = [ctypes.POINTER(NsCall), ctypes.POINTER(ctypes.c_int64), ctypes.c_int]

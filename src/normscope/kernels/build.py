@@ -166,7 +166,7 @@ class Compiler(NamedTuple):
 
     def make(self, source: str, target: Path, flags: Iterable[str] = ()) -> Step:
         """A library of one source."""
-        return self._run(*FLAGS, *flags, "-shared", source, "-o", str(target), *self.libraries)
+        return self._run("-O2", *FLAGS, *flags, "-shared", source, "-o", str(target), *self.libraries)
 
     def version(self) -> str:
         done = subprocess.run([*self.command, "--version"], capture_output=True, text=True, errors="replace")
