@@ -17,7 +17,6 @@ SRC = Path(normscope.__file__).parent
 FLOORS = {
     "errors": 0,
     "allocator": 0,
-    "allocator": 1,
     "spec": 1,
     "reference": 1,
     "kernels": 2,
