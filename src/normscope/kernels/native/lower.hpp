@@ -66,7 +66,7 @@ inline bool lower(const NsCall &c, Problem *out) {
   const bool inner_given = (c.recipe.split >> 39) & 1;
   for (int d = 0; d < c.ndim; ++d) {
     const int64_t size = c.sizes[d], x = c.x_strides[d], y = c.y_strides[d];
-    if (n + 1 >= kMostAxes) return false;
+    if (n + (d == split_dim ? 2 : 1) > kMostAxes) return false;
     if (d == split_dim) {
       if (given <= 0 || size % given) return false;
       const int64_t inner = inner_given ? given : size / given;
