@@ -19,6 +19,7 @@ _HOME = {
     "spec": "",
     "reference": "",
     "verify": "",
+    "kernels": "",
     "functional": "",
     "nn": "",
     "normalize": "normscope.functional",
@@ -33,6 +34,7 @@ _HOME = {
 
 if TYPE_CHECKING:
     from normscope import functional as functional
+    from normscope import kernels as kernels
     from normscope import nn as nn
     from normscope import reference as reference
     from normscope import spec as spec

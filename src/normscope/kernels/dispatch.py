@@ -206,7 +206,13 @@ def _packed(call: Call, kind: str) -> dict[torch.dtype, Tensor]:
         return {
             dtype: torch.tensor(_numbers(dtype, call, kind), dtype=torch.float64, device="cpu")
             for dtype in DTYPES
+            if _in_its_own(dtype, call)
         }
+
+
+def _in_its_own(dtype: torch.dtype, call: Call) -> bool:
+    """Whether the arithmetic is what the kernels do: not where float64 is to be computed in float32."""
+    return dtype is not torch.float64 or call.spec.cast.compute != "float32"
 
 
 def _numbers(dtype: torch.dtype, call: Call, kind: str) -> tuple[int, int, int, float, float, float]:
@@ -296,6 +302,7 @@ def _programmable(x: Tensor, call: Call) -> bool:
         is_compiling()
         and x.device.type == "cpu"
         and x.dtype in DTYPES
+        and _in_its_own(x.dtype, call)
         and not call.unserved
         and library.LIBRARY is not None
         and not transforming()
