@@ -23,10 +23,13 @@ from normscope.kernels.regular import (
     ask,
     by_channel,
     codes_of,
+    in_order,
     into,
     plain,
     recipe,
+    remembered,
     same,
+    seen,
     seen_trailing,
     states,
     trailing,
@@ -80,6 +83,11 @@ def normalize(
     >>> normalize(x, families.layer_norm(eps=0.0), mask=x < 10)
     tensor([[-1.0690, -0.2673,  1.3363,  0.0000]])
     """
+    if not isinstance(spec, NormSpec):
+        raise BadInput(
+            f"normalize takes a NormSpec, which says which axes and every convention; got {spec!r}. For a pattern "
+            'alone write NormSpec("b c ... -> c")'
+        )
     if has_torch_function_variadic(input, weight, bias, mask):
         return ask(
             normalize,
@@ -158,6 +166,7 @@ def layer_norm(
             eps=eps,
             out=out,
         )
+    input = in_order(input)
     if out is None and not is_compiling():
         call = seen_trailing("layer", input, normalized_shape, eps)
         y = dispatch.at_once(input, weight, bias, call) if call is not None else None
@@ -190,6 +199,7 @@ def rms_norm(
     """
     if has_torch_function_variadic(input, weight):
         return ask(rms_norm, (input, weight), input, normalized_shape, weight=weight, eps=eps, out=out)
+    input = in_order(input)
     if out is None and not is_compiling():
         call = seen_trailing("rms", input, normalized_shape, eps)
         y = dispatch.at_once(input, weight, None, call) if call is not None else None
@@ -271,6 +281,12 @@ def batch_norm(
             momentum=momentum,
             eps=eps,
         )
+    if not training and not is_compiling() and running_mean is not None and running_var is not None:
+        call = seen("batch", input, 0, eps)
+        if call is not None:
+            y = dispatch.fixed_at_once(input, running_mean, running_var, weight, bias, call)
+            if y is not None:
+                return y
     call = None
     # statistics may be float32 beside half parameters, which torch does not allow
     if (
@@ -278,7 +294,7 @@ def batch_norm(
         and by_channel(input, running_mean, running_var)
         and states(running_mean, running_var, training)
     ):
-        call = recipe("batch", input.dim(), 0, eps)
+        call = remembered("batch", input.dim(), 0, eps)
         if call is not None and ((eps <= 0 or input.numel() == input.shape[1]) if training else eps < 0):
             call = None
     if call is None or not isinstance(momentum, (float, int)):

@@ -103,6 +103,28 @@ def at_once(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -
         return None
 
 
+def fixed_at_once(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call
+) -> Tensor | None:
+    """`fixed` of a call that nobody checked, as `at_once`."""
+    recipe = _native(x, call, "fixed")
+    if recipe is None or mean.requires_grad or var.requires_grad or mean.dtype is not var.dtype:
+        return None
+    if mean.dim() != 1 or var.dim() != 1:
+        return None
+    try:
+        if is_grad_enabled() and (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        ):
+            return apply_fixed(x, mean, var, weight, bias, recipe)
+        y: Tensor = ops.fixed(x, mean, var, weight, bias, recipe)
+        return y
+    except RuntimeError:
+        return None
+
+
 def norm_running(
     x: Tensor,
     weight: Tensor | None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import Any, TypeVar
 
@@ -118,11 +119,34 @@ def trailing(
     shape, size = tuple(normalized_shape), x.shape
     ndim = len(size)
     if shape and size[ndim - len(shape) :] == shape and suits(x, shape, weight, bias):
-        call = recipe(kind, ndim, len(shape), eps)
-        if call is not None and not is_compiling() and len(_SEEN) < MOST_SEEN:
-            _SEEN[kind, ndim, len(shape), eps] = call
-        return call
+        return remembered(kind, ndim, len(shape), eps)
     return None
+
+
+def remembered(kind: str, ndim: int, number: int, eps: float | None) -> Call | None:
+    """`recipe`, which `seen` finds from then on."""
+    call = recipe(kind, ndim, number, eps)
+    if call is not None and not is_compiling() and len(_SEEN) < MOST_SEEN:
+        _SEEN[kind, ndim, number, eps] = call
+    return call
+
+
+_SEEN: dict[tuple[str, int, int, float | None], Call] = {}
+
+
+def seen(kind: str, x: Tensor, number: int, eps: float) -> Call | None:
+    """The codes of a norm that was called before on inputs of as many axes. Only for calls outside programs; says
+    nothing of shapes."""
+    return _SEEN.get((kind, x.dim(), number, eps)) if type(x) is Tensor else None
+
+
+def in_order(x: Tensor) -> Tensor:
+    """With its axes in the order of memory, copied where need be: norms of PyTorch over the last axes return such."""
+    if (type(x) is Tensor or isinstance(x, Tensor)) and not x.is_contiguous():
+        steps = x.stride()
+        if any(a < b for a, b in pairwise(steps)):
+            return x.contiguous()
+    return x
 
 
 def seen_trailing(kind: str, x: Tensor, normalized_shape: Sequence[int], eps: float | None) -> Call | None:
@@ -136,9 +160,6 @@ def seen_trailing(kind: str, x: Tensor, normalized_shape: Sequence[int], eps: fl
     if size[-number:] != normalized_shape:
         return None
     return _SEEN.get((kind, len(size), number, eps))
-
-
-_SEEN: dict[tuple[str, int, int, float | None], Call] = {}
 
 
 def by_channel(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -219,18 +240,45 @@ def same(input: Tensor, residual: Tensor) -> None:
 
 
 def writable(out: Tensor, input: Tensor, *parameters: Tensor | None) -> Tensor:
-    """What may be written into."""
+    """What may be written into: the input itself, or memory apart from all that is read."""
     if out.shape != input.shape or out.dtype is not input.dtype or out.device != input.device:
         raise BadInput(
             f"out has the shape, dtype and device of the input: {tuple(input.shape)}, {input.dtype}, {input.device}; "
             f"got {tuple(out.shape)}, {out.dtype}, {out.device}. Allocate it with torch.empty_like(input)"
         )
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise BadInput(
+            f"each element of out has a place of its own in memory; got strides {out.stride()} for the shape "
+            f"{tuple(out.shape)}, an expanded tensor. Allocate it with torch.empty_like(input)"
+        )
+    for t in (input, *parameters):
+        itself = t is input and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()
+        if t is not None and not itself and _meet(t, out):
+            raise BadInput(
+                "out overlaps in memory with what is read, so that values would be overwritten before their use. Pass "
+                "the input itself, or a tensor of its own: torch.empty_like(input)"
+            )
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, input, *parameters)):
         raise BadInput(
             "out= is for inference, and a tensor of this call requires a gradient. Call under torch.no_grad(), or "
             "leave out= away"
         )
     return out
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share memory, by the first and the last byte of each."""
+    if a.device != b.device or not a.numel() or not b.numel():
+        return False
+    (a_first, a_last), (b_first, b_last) = (
+        (
+            t.data_ptr(),
+            t.data_ptr()
+            + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) * t.element_size(),
+        )
+        for t in (a, b)
+    )
+    return a_first <= b_last and b_first <= a_last
 
 
 def into(y: Tensor, out: Tensor | None) -> Tensor:

@@ -286,6 +286,7 @@ void fixed(Value *stack) {
   const NsRecipe recipe = recipe_of<packed>(arguments);
   check_input(x);
   const Geometry g(x, recipe);
+  if (packed) check_regular(x, weight, bias, g);
   check_parameters(weight, bias, g.parameters);
   check_stored(mean, var, g.sets);
   Tensor y = x.like();
