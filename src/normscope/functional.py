@@ -233,10 +233,14 @@ def group_norm(
             group_norm, (input, weight, bias), input, num_groups, weight=weight, bias=bias, eps=eps, out=out
         )
     call = None
-    if by_channel(input, weight, bias) and isinstance(num_groups, int) and num_groups > 0:
-        samples, channels = input.shape[:2]
-        if channels % num_groups == 0 and input.numel() > samples * num_groups:
-            call = recipe("group", input.dim(), num_groups, eps)
+    if (
+        by_channel(input, weight, bias)
+        and type(num_groups) is int
+        and num_groups > 0
+        and input.shape[1] % num_groups == 0
+        and input.numel() != num_groups  # one value a set, in a batch of one, is an error of torch's
+    ):
+        call = recipe("group", input.dim(), num_groups, eps)
     if call is None:
         return into(F.group_norm(input, num_groups, weight, bias, eps), out)
     return dispatch.norm(
@@ -348,7 +352,9 @@ def instance_norm(
         and states(running_mean, running_var, use_input_stats)
     ):
         samples, channels = input.shape[:2]
-        if input.dim() > 2 and (not use_input_stats or input.numel() > samples * channels):
+        if not use_input_stats:  # one pair of statistics a channel, as in batch norm
+            call = recipe("batch", input.dim(), 0, eps)
+        elif input.dim() > 2 and input.numel() > samples * channels:
             call = recipe("instance", input.dim(), 0, eps)
     if call is None or not isinstance(momentum, (float, int)):
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)

@@ -76,9 +76,13 @@ def test_out_that_repeats_itself_is_refused() -> None:
     with pytest.raises(BadInput) as error:
         ns.functional.rms_norm(torch.randn(2, 64), (64,), out=torch.empty(1, 64).expand(2, 64))
     assert str(error.value) == (
-        "each element of out has a place of its own in memory; got strides (0, 1) for the shape (2, 64), an expanded "
-        "tensor. Allocate it with torch.empty_like(input)"
+        "each element of out has a place of its own in memory; got strides (0, 1) for the shape (2, 64). Allocate it "
+        "with torch.empty_like(input)"
     )
+    with pytest.raises(BadInput, match="a place of its own"):
+        ns.functional.rms_norm(
+            torch.randn(64, 32), (32,), out=torch.zeros(3000).as_strided((64, 32), (16, 1))
+        )
 
 
 def test_a_pattern_is_no_specification() -> None:
@@ -102,3 +106,26 @@ def test_batch_norm_by_stored_statistics_looks_closer_where_a_call_is_irregular(
             with pytest.raises(Exception) as ours:
                 ns.functional.batch_norm(x, *args)
             assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gradient_of_a_float32_bias_alone_is_not_rounded_through_a_half_type(dtype: torch.dtype) -> None:
+    bias = torch.zeros(8, requires_grad=True)
+    y = ns.functional.group_norm(torch.randn(64, 8, 64, 64).to(dtype), 2, None, bias)
+    (grad,) = torch.autograd.grad(y, bias, torch.ones_like(y))
+    assert grad.dtype == torch.float32
+    assert torch.equal(grad, torch.full((8,), 64.0 * 64 * 64))
+
+
+def test_groups_of_one_element_are_the_bias() -> None:
+    x = torch.full((48, 3), 1e6) + torch.randn(48, 3)
+    assert not ns.functional.group_norm(x, 3).any()
+    assert not ns.functional.group_norm(x[..., None, None], 3).any()
+
+
+def test_statistics_may_move_between_evaluation_and_its_backward() -> None:
+    norm, q = ns.nn.BatchNorm2d(3).eval(), torch.randn(2, 3, 4, 4, requires_grad=True)
+    y = norm(q)
+    norm.train()(q)
+    y.sum().backward()
+    torch.testing.assert_close(q.grad, torch.full_like(q, (1 + 1e-5) ** -0.5))

@@ -280,3 +280,15 @@ def test_a_wheel_is_for_this_platform_only_where_it_holds_libraries(tree: Path, 
 def test_an_editable_install_puts_them_beside_the_sources(tree: Path, path: Path, tmp_path: Path) -> None:
     pip("install", "--no-deps", "--no-build-isolation", "--target", tmp_path / "installed", "-e", tree)
     assert "no C++ compiler" in build.outcome(tree / "src" / "normscope" / "kernels", "base")
+
+
+def test_only_what_is_asked_for_is_compiled(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(build.SWITCH, "none")
+    assert set(build.build(tmp_path).values()) == {"not built: NORMSCOPE_BUILD=none"}
+    monkeypatch.setenv(build.SWITCH, "base")
+    results = build.build(tmp_path)
+    assert results.pop("base").startswith("built from ")
+    assert set(results.values()) <= {"not built: NORMSCOPE_BUILD=base"}
+    assert [path.name for path in tmp_path.glob("*.so.1")] == [build.file_name("base")]

@@ -100,8 +100,9 @@ class Fixed(Function):
         recipe: Tensor,
     ) -> Tensor:
         y: Tensor = ops.fixed(x, mean, var, weight, bias, recipe)
-        # x is kept for the weight's gradient alone
-        ctx.save_for_backward(x, mean, var, weight)
+        # x is kept for the weight's gradient alone. Training between this and backward moves the statistics: what was
+        # normalized by is kept.
+        ctx.save_for_backward(x, mean.clone(), var.clone(), weight)
         ctx.recipe = recipe
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         return y

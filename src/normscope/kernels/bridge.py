@@ -96,10 +96,10 @@ def _backward(
     *codes, want = codes_and_want
     want, count = int(want), recipe_of(codes).parameters(x)
     weight = flat["weight"]
-    like = x if weight is None else weight
+    dtype = statistics_dtype(x.dtype) if weight is None else weight.dtype
     dx = torch.empty_like(x)
-    dweight = like.new_zeros(count if want & DWEIGHT else 0)
-    dbias = like.new_zeros(count if want & DBIAS else 0)
+    dweight = x.new_zeros(count if want & DWEIGHT else 0, dtype=dtype)
+    dbias = x.new_zeros(count if want & DBIAS else 0, dtype=dtype)
     flat = {
         **flat,
         "dweight": dweight if want & DWEIGHT else None,
@@ -132,7 +132,7 @@ def _run(
     _check(x, recipe, {**as_x, **given, **results}, vectors)
     if x.numel() == 0:
         return
-    parameters = next((vectors[name] for name in ("weight", "bias") if name in vectors), x)
+    parameters = next((vectors[n] for n in ("weight", "bias", "dweight", "dbias") if n in vectors), x)
     call = NsCall(
         what=what,
         dtype=DTYPES[x.dtype],

@@ -9,6 +9,7 @@ with it drops the handling of NaN. ``CXXFLAGS`` is not read, so that neither can
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import platform
@@ -26,6 +27,7 @@ from typing import NamedTuple
 SOURCES = Path(__file__).parent / "native"
 RECORD = "_native_build.txt"
 HOW = "python -m normscope.kernels.build"
+SWITCH = "NORMSCOPE_BUILD"  # the instruction sets to compile at install, or "none"; all where it is not set
 
 # instruction set -> (its compiler flags, what the CPU must have, as Linux calls it); the fastest first
 AVX2 = ("avx2", "fma", "f16c")
@@ -74,13 +76,20 @@ def build(folder: Path, isas: Iterable[str] = ()) -> dict[str, str]:
     it is; one that an earlier build left and this one could not make is removed: it may be of other sources.
     """
     flags = {isa: known for isa, known in instruction_sets().items() if not isas or isa in isas}
+    wish = os.environ.get(SWITCH, "").replace(",", " ").split()
+    left = (
+        {}
+        if isas or not wish
+        else {isa: f"not built: {SWITCH}={' '.join(wish)}" for isa in flags if isa not in wish}
+    )
     folder = folder.resolve()  # the compiler runs where the sources are
     folder.mkdir(parents=True, exist_ok=True)
     record = _record(folder)
+    flags = {isa: known for isa, known in flags.items() if isa not in left}
     try:
-        results = _build(find_compiler(), flags, folder)
+        results = left | (_build(find_compiler(), flags, folder) if flags else {})
     except NoCompiler as missing:
-        results = dict.fromkeys(flags, f"not built: {missing}")
+        results = left | dict.fromkeys(flags, f"not built: {missing}")
     for isa, result in results.items():
         if not result.startswith("built"):
             (folder / file_name(isa)).unlink(missing_ok=True)
@@ -223,7 +232,21 @@ def _try(compiler: Compiler) -> str:
         return compiler.make(str(source), Path(folder, "empty.so")).error
 
 
-if __name__ == "__main__":
-    built = build(Path(__file__).parent, sys.argv[1:])
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog=HOW,
+        description="Compile the native kernels in place; takes a minute or so for each instruction set. $CXX names "
+        "the compiler, else g++, clang++ or c++.",
+    )
+    parser.add_argument("isa", nargs="*", help=f"of {', '.join(instruction_sets())}; all if none is named")
+    isas = parser.parse_args().isa
+    if unknown := sorted(set(isas) - set(instruction_sets())):
+        parser.error(f"no instruction set {', '.join(unknown)} on this kind of machine")
+    print(f"compiling {', '.join(isas or instruction_sets())} ...", flush=True)
+    built = build(Path(__file__).parent, isas or instruction_sets())
     print("\n".join(f"{isa}: {result}" for isa, result in built.items()))
-    sys.exit(not all(result.startswith("built") for result in built.values()))
+    return int(not all(result.startswith("built") for result in built.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -247,7 +247,7 @@ def _by_state(view: View, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
 def _wanted(
     view: View, want: int, weight: Tensor | None, dx: Tensor, dy: Tensor, xhat: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = view.x.dtype if weight is None else weight.dtype
+    dtype = statistics_dtype(view.x.dtype) if weight is None else weight.dtype
 
     def given(bit: int, make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
         return make() if want & bit else view.x.new_empty(0, dtype=dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,7 @@ def load(isa: str, path: Path) -> Library:
         raise Unusable(f"cannot be loaded: {told(error)} ({REMEDY})") from error
 
     library = Library(isa, path, functions)
+    library.text("ns_pool")  # found now, so that children of a later fork() are told that it stays behind
     if library.text("ns_isa") != isa:
         raise Unusable(f"was compiled for {library.text('ns_isa')} ({REMEDY})")
     expected = layout()
@@ -122,6 +124,12 @@ def load(isa: str, path: Path) -> Library:
 
 
 LIBRARY, REASONS = choose(Path(__file__).parent, wanted(), cpu_features())
+if LIBRARY is None and wanted() not in ("auto", "torch"):
+    warnings.warn(
+        f"{SWITCH}={wanted()} cannot be had, plain PyTorch runs: {REASONS.get(wanted(), 'not of this machine')}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 registered = "none"
 """how the operators reach the library: "dispatcher shim", "ctypes" or "none"; operators write it"""

@@ -162,11 +162,11 @@ def _gradients(
     x: Tensor, weight: Tensor | None, codes: list[float], want: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     parameters = recipe_of(codes).parameters(x)
-    like = x if weight is None else weight
+    dtype = statistics_dtype(x.dtype) if weight is None else weight.dtype
     return (
         torch.empty_like(x) if want & DX else x.new_empty(0),
-        like.new_empty(parameters if want & DWEIGHT else 0),
-        like.new_empty(parameters if want & DBIAS else 0),
+        x.new_empty(parameters if want & DWEIGHT else 0, dtype=dtype),
+        x.new_empty(parameters if want & DBIAS else 0, dtype=dtype),
     )
 
 

@@ -172,6 +172,10 @@ def states(mean: Tensor | None, var: Tensor | None, by_batch: bool) -> bool:
     """Whether stored statistics come in a pair (or not at all, where the batch has its own) and want no gradient."""
     if mean is None or var is None:
         return by_batch and mean is var
+    if by_batch and not (
+        mean.is_contiguous() and var.is_contiguous()
+    ):  # written to: torch judges what that means
+        return False
     return not (mean.requires_grad or var.requires_grad)
 
 
@@ -246,10 +250,10 @@ def writable(out: Tensor, input: Tensor, *parameters: Tensor | None) -> Tensor:
             f"out has the shape, dtype and device of the input: {tuple(input.shape)}, {input.dtype}, {input.device}; "
             f"got {tuple(out.shape)}, {out.dtype}, {out.device}. Allocate it with torch.empty_like(input)"
         )
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if _meets_itself(out):
         raise BadInput(
             f"each element of out has a place of its own in memory; got strides {out.stride()} for the shape "
-            f"{tuple(out.shape)}, an expanded tensor. Allocate it with torch.empty_like(input)"
+            f"{tuple(out.shape)}. Allocate it with torch.empty_like(input)"
         )
     for t in (input, *parameters):
         itself = t is input and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()
@@ -264,6 +268,18 @@ def writable(out: Tensor, input: Tensor, *parameters: Tensor | None) -> Tensor:
             "leave out= away"
         )
     return out
+
+
+def _meets_itself(t: Tensor) -> bool:
+    """Whether two elements may share their place: axes, inner ones first, step over what lies within them."""
+    reach = 0
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1
+    ):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:

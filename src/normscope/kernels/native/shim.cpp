@@ -305,7 +305,9 @@ void backward(Value *stack, Tensor &dy, Tensor &dsum, Tensor &x, Tensor &weight,
   check_like(dsum, x, "dsum");
   Tensor &dx = *run.y;
   dy.lay(dx.strides), dsum.lay(dx.strides);
-  const int32_t dtype = weight ? weight.dtype : x.dtype;
+  // Where only a bias is there, whose dtype nobody says here, its gradient keeps all digits.
+  const int32_t dtype = weight ? weight.dtype : x.dtype == NS_FLOAT64 ? NS_FLOAT64 : NS_FLOAT32;
+  run.call.weight_dtype = dtype;
   Tensor dweight = vector(want & kDweight ? g.parameters : 0, dtype);
   Tensor dbias = vector(want & kDbias ? g.parameters : 0, dtype);
   if (x.numel() == 0) {
