@@ -104,7 +104,7 @@ CASES = [
     LayerCase("ScaleNorm", (4, 3, 7), (7,)),
     LayerCase("PixelNorm", (2, 7, 3, 4), tensors=False),
     LayerCase("L2Norm", (4, 7), tensors=False),
-    LayerCase("L2Norm", (2, 7, 3), (1,), id="L2Norm-dim-1", tensors=False),
+    LayerCase("L2Norm", (2, 7, 3), kwargs={"dim": 1}, id="L2Norm-dim-1", tensors=False),
     LayerCase("FrozenBatchNorm", (3, 5, 4, 2), (5,)),
     LayerCase("FrozenBatchNorm", (6, 5), (5, 1e-3)),
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import normscope.nn as own
 from normscope import reference
+from normscope.errors import BadInput
 from normscope.spec import NormSpec
 
 every = pytest.mark.parametrize("case", CASES, ids=str)
@@ -201,6 +202,48 @@ def test_empty_batch_gives_an_empty_output(case):
         pytest.skip("torch has no instance norm with parameters of no samples")
     layer = case.make().eval()
     assert layer(torch.zeros(0, *case.shape[1:])).shape == (0, *case.shape[1:])
+
+
+# torch.fx and torch.jit.script ------------------------------------------------------------------------------
+
+
+@every
+@both_modes
+def test_is_a_leaf_to_symbolic_tracing(case, training):
+    model = torch.nn.Sequential(torch.nn.Identity(), case.make().double()).train(training)
+    traced = torch.fx.symbolic_trace(copy.deepcopy(model))
+    calls = [(node.op, node.target) for node in traced.graph.nodes]
+    assert calls[1:-1] == [("call_module", "0"), ("call_module", "1")]
+    x = case.input()
+    assert torch.equal(traced(x), model(x))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(traced.state_dict()[name], tensor)
+
+
+@with_torch
+@both_modes
+def test_scripts_to_what_torchs_computes(case, training):
+    model = torch.nn.Sequential(case.make().double()).train(training)
+    scripted = torch.jit.script(model)
+    assert type(model[0]) is getattr(own, case.name)
+    torchs = case.make_torch().double().train(training)
+    x = case.input()
+    assert torch.equal(scripted(x), torchs(x))
+    for name, tensor in torchs.state_dict().items():
+        assert torch.equal(model[0].state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.like is None], ids=str)
+def test_what_torch_lacks_says_how_else_than_by_scripting(case):
+    layer = case.make().double()
+    with pytest.raises(BadInput) as caught:
+        torch.jit.script(torch.nn.Sequential(layer))
+    assert str(caught.value) == (
+        f"torch.jit.script takes those layers of normscope.nn that torch.nn has too; got {layer!r}. "
+        "Use torch.export."
+    )
+    x = case.input()
+    torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), layer(x))
 
 
 # torch.compile ---------------------------------------------------------------

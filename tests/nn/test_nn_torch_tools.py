@@ -1,13 +1,15 @@
-"""Tools of torch that know its norms by class know ours."""
+"""Tools of torch that know its norms know ours."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.fx.experimental.optimization
 from torch import nn
 from torch.nn.utils import parametrize
 
 import normscope.nn as own
+from normscope.errors import BadInput
 
 
 def test_convert_sync_batchnorm_takes_ours_along():
@@ -24,6 +26,57 @@ def test_fuse_conv_bn():
     norm.running_var.fill_(2.0)
     x = torch.randn(2, 3, 5, 5)
     torch.testing.assert_close(nn.utils.fuse_conv_bn_eval(conv, norm)(x), norm(conv(x)), rtol=1e-5, atol=1e-5)
+
+
+def test_fuse_of_torch_fx_leaves_ours_where_it_is():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), own.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+    ).eval()
+    x = torch.randn(2, 3, 5, 5)
+    fused = torch.fx.experimental.optimization.fuse(model)
+    assert [node.target for node in fused.graph.nodes if node.op == "call_module"] == ["0", "1", "2"]
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_tracer_that_calls_everything_by_name():
+    class Inside(torch.fx.Tracer):
+        def is_leaf_module(self, m, module_qualified_name):
+            return False
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = own.RMSNorm(4)
+
+        def forward(self, x):
+            return self.norm(x=x) + 1
+
+    (_, norm, _, _) = Inside().trace(Model()).nodes
+    assert (norm.op, norm.target) == ("call_module", "norm")
+
+
+def test_tracing_a_layer_alone_says_what_to_trace():
+    with pytest.raises(BadInput) as caught:
+        torch.fx.symbolic_trace(own.BatchNorm2d(4))
+    assert str(caught.value) == (
+        "torch.fx traces a model that has a BatchNorm2d in it, as one call; got the BatchNorm2d itself. "
+        "Trace torch.nn.Sequential(layer)."
+    )
+
+
+@pytest.mark.parametrize("layer", [own.PixelNorm, own.L2Norm])
+def test_arguments_that_look_like_a_number_of_features_go_by_name(layer):
+    with pytest.raises(
+        TypeError, match=rf"^{layer.__name__}\.__init__\(\) takes 1 positional argument but 2 were given$"
+    ):
+        layer(6)
+
+
+def test_half_module_scripts_without_float32_statistics():
+    norm = own.BatchNorm2d(4, float32_statistics=False).bfloat16()
+    x = torch.randn(2, 4, 3, 3).bfloat16()
+    wanted = nn.BatchNorm2d(4).bfloat16()(x)
+    assert torch.equal(torch.jit.script(norm)(x), wanted)
 
 
 def test_weight_decay_filters_by_class_find_every_parameter():

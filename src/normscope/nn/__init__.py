@@ -7,6 +7,10 @@ through `normscope.functional`. Every layer has a ``spec``: what it computes, ex
 Two things differ from torch.nn, both on purpose: running statistics stay float32 in a module cast to a half type
 (``float32_statistics=False`` turns that off), and RMSNorm and the layers that torch does not have refuse sizes below 1,
 an eps of 0 or less, and an input of another size, saying what came and what to do.
+
+torch.compile and torch.export take every layer, and torch.fx traces it as one call. torch.jit.script takes the layers
+that torch.nn has too, and compiles torch's own code for them, which on CPUs takes no float32 statistics beside half
+parameters (``float32_statistics=False`` leaves them half). The others raise BadInput when scripted.
 """
 
 from __future__ import annotations

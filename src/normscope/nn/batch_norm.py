@@ -17,12 +17,15 @@ from normscope.functional import batch_norm
 from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method
 from normscope.spec import NormSpec, families
 
 
 class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNorm):
     """What the three share; they differ in the number of axes they take."""
 
+    __jit_unused_properties__ = ("spec",)
+    _scripted = method("_scripted", nn.modules.batchnorm._BatchNorm.forward)
     _ndim: tuple[int, int | None]
 
     def __init__(
@@ -45,6 +48,10 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
 
     def forward(self, input: Tensor) -> Tensor:
         """The batch's statistics in training and where none are stored, the stored ones else."""
+        if is_scripting():
+            return self._scripted(input)
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:

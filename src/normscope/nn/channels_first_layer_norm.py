@@ -16,10 +16,11 @@ from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps, sizes
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
 from normscope.spec import NormSpec, families
 
 
-class ChannelsFirstLayerNorm(nn.LayerNorm):
+class ChannelsFirstLayerNorm(Unscriptable, nn.LayerNorm):
     """Layer norm over axis 1: a ``torch.nn.LayerNorm`` by class, parameters and state dict, at another place.
 
     Arguments: num_channels; eps=1e-6; elementwise_affine, whether there are parameters; bias, whether a bias is among
@@ -54,6 +55,8 @@ class ChannelsFirstLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Statistics of each position, in training as in evaluation."""
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         (channels,) = self.normalized_shape
         if input.dim() < 2 or input.shape[1] != channels:
             raise BadInput(

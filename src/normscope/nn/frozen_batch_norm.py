@@ -18,10 +18,11 @@ from normscope.functional import batch_norm
 from normscope.nn.arguments import positive_eps, sizes
 from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
 from normscope.spec import NormSpec, families
 
 
-class FrozenBatchNorm(Float32Statistics):
+class FrozenBatchNorm(Unscriptable, Float32Statistics):
     """Batch norm of (N, C, ...) whose four vectors are buffers: no optimizer and no batch moves them.
 
     Arguments: num_features; eps=1e-5; device, dtype; and ``float32_statistics=True``: running statistics stay float32
@@ -74,6 +75,8 @@ class FrozenBatchNorm(Float32Statistics):
 
     def forward(self, input: Tensor) -> Tensor:
         """The stored statistics, in training as in evaluation."""
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise BadInput(
                 f"FrozenBatchNorm was made for an input (N, {self.num_features}, ...); got an input of shape "

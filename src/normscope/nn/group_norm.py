@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from normscope.functional import group_norm
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method
 from normscope.spec import NormSpec, families
 
 
@@ -36,6 +37,9 @@ class GroupNorm(OptionalBias, nn.GroupNorm):
     ('b (g c) ... -> b g', {'g': 2}, '(g c)')
     """
 
+    __jit_unused_properties__ = ("spec",)
+    _scripted = method("_scripted", nn.GroupNorm.forward)
+
     def __init__(
         self,
         num_groups: int,
@@ -52,6 +56,10 @@ class GroupNorm(OptionalBias, nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Statistics of each sample's groups, in training as in evaluation."""
+        if is_scripting():
+            return self._scripted(input)
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
     @property

@@ -17,12 +17,16 @@ from normscope.functional import instance_norm
 from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method
 from normscope.spec import NormSpec, families
 
 
 class _InstanceNorm(Float32Statistics, OptionalBias, nn.modules.instancenorm._InstanceNorm):
     """What the three share; they differ in the number of axes they take. torch's own forward checks the input."""
 
+    __jit_unused_properties__ = ("spec",)
+    _torch_forward = method("_torch_forward", nn.modules.instancenorm._InstanceNorm.forward)
+    _torch_apply = method("_torch_apply", nn.modules.instancenorm._InstanceNorm._apply_instance_norm)
     _ndim: int
     """of batched inputs"""
 
@@ -52,7 +56,17 @@ class _InstanceNorm(Float32Statistics, OptionalBias, nn.modules.instancenorm._In
         self.float32_statistics = float32_statistics
         self._keep_statistics()
 
+    def forward(self, input: Tensor) -> Tensor:
+        """The statistics of each sample's channels, or the stored ones in evaluation where they are tracked."""
+        if is_scripting():
+            return self._torch_forward(input)
+        if isinstance(input, Proxy):
+            return leaf(self, input)
+        return self._torch_forward(input)
+
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        if is_scripting():
+            return self._torch_apply(input)
         return instance_norm(
             input,
             self.running_mean,

@@ -7,21 +7,22 @@ torch.nn.functional.normalize as a layer, with p = 2.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
 from normscope.spec import NormSpec
 from normscope.spec.axes import erase
 
 
-class L2Norm(nn.Module):
+class L2Norm(Unscriptable):
     """Unit vectors along ``dim``; no parameters.
 
-    Arguments: dim=-1, counted from the front or, where negative, from the end; eps=1e-12, the least length that is
-    divided by.
+    Arguments, by name: dim=-1, counted from the front or, where negative, from the end; eps=1e-12, the least
+    length that is divided by.
     Shapes: any input that has the axis. Input and output float16, bfloat16, float32 or float64.
 
     Raises BadInput (a ValueError) where eps is 0 or less, or the input has no such axis.
@@ -35,13 +36,15 @@ class L2Norm(nn.Module):
 
     __constants__ = ("dim", "eps")
 
-    def __init__(self, dim: int = -1, eps: float = 1e-12) -> None:
+    def __init__(self, *, dim: int = -1, eps: float = 1e-12) -> None:
         super().__init__()
         self.dim = dim
         self.eps = positive_eps("L2Norm", eps)
 
     def forward(self, input: Tensor) -> Tensor:
         """The length of each vector, in training as in evaluation."""
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         if not -input.dim() <= self.dim < input.dim():
             raise BadInput(
                 f"L2Norm normalizes along axis {self.dim}; got an input of shape {tuple(input.shape)}. "

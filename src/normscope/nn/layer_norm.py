@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from normscope.functional import layer_norm
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method
 from normscope.spec import NormSpec, families
 from normscope.spec.axes import last_axes
 
@@ -35,8 +36,15 @@ class LayerNorm(nn.LayerNorm):
     ('... d -> ...', 1e-05)
     """
 
+    __jit_unused_properties__ = ("spec",)
+    _scripted = method("_scripted", nn.LayerNorm.forward)
+
     def forward(self, input: Tensor) -> Tensor:
         """Statistics of each position, in training as in evaluation."""
+        if is_scripting():
+            return self._scripted(input)
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
     @property

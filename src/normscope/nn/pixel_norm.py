@@ -7,19 +7,20 @@ Karras et al. 2018 (progressive growing of GANs), https://arxiv.org/abs/1710.101
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
 from normscope.spec import NormSpec, families
 
 
-class PixelNorm(nn.Module):
+class PixelNorm(Unscriptable):
     """Pixel norm over axis 1; no parameters.
 
-    Arguments: eps=1e-8.
+    Arguments, by name: eps=1e-8.
     Shapes: input (N, C, ...) of any number of positions, contiguous or channels-last. Input and output float16,
     bfloat16, float32 or float64.
 
@@ -32,12 +33,14 @@ class PixelNorm(nn.Module):
 
     __constants__ = ("eps",)
 
-    def __init__(self, eps: float = 1e-8) -> None:
+    def __init__(self, *, eps: float = 1e-8) -> None:
         super().__init__()
         self.eps = positive_eps("PixelNorm", eps)
 
     def forward(self, input: Tensor) -> Tensor:
         """The mean square of each position, in training as in evaluation."""
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         if input.dim() < 2:
             raise BadInput(
                 f"PixelNorm takes an input (N, C, ...); got an input of shape {tuple(input.shape)}. "

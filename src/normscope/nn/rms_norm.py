@@ -23,6 +23,7 @@ from normscope.errors import BadInput
 from normscope.functional import normalize, rms_norm
 from normscope.nn.arguments import last_sizes, positive_eps, sizes
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method, refuse_script
 from normscope.spec import Cast, NormSpec, families
 from normscope.spec.axes import last_axes
 
@@ -53,7 +54,9 @@ class RMSNorm(nn.RMSNorm):
     (1.0, Cast(compute='float32', weight='before'))
     """
 
-    convention: str = "torch"
+    __jit_unused_properties__ = ("spec",)
+    _scripted = method("_scripted", nn.RMSNorm.forward)
+    convention = "torch"
 
     def __init__(
         self,
@@ -87,6 +90,10 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """The mean square of each position, in training as in evaluation."""
+        if is_scripting():
+            return self._scripted(x)
+        if isinstance(x, Proxy):
+            return leaf(self, x)
         last_sizes("RMSNorm", x, self.normalized_shape)
         weight: Tensor | None = self.weight
         if self.convention == "torch":
@@ -94,6 +101,11 @@ class RMSNorm(nn.RMSNorm):
         if weight is None or weight.dtype == x.dtype or self.convention == "gemma":
             return normalize(x, self.spec, weight)
         return weight * self._unit(x, weight.dtype)
+
+    def __prepare_scriptable__(self) -> RMSNorm:
+        if self.convention != "torch":
+            refuse_script(self)
+        return self
 
     def _unit(self, x: Tensor, weight_dtype: torch.dtype) -> Tensor:
         """Without the weight, in the dtype that llama and t5 multiply it with where it is not the input's."""

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from normscope.functional import normalize
 from normscope.nn.arguments import last_sizes, positive_eps, sizes
 from normscope.nn.remembered import remembered
+from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
 from normscope.spec import NormSpec, families
 
 
-class ScaleNorm(nn.Module):
+class ScaleNorm(Unscriptable):
     """Scale norm over the last axis.
 
     Arguments: features, the size of the last axis; eps=1e-5, the least length that is divided by; device, dtype.
@@ -52,6 +53,8 @@ class ScaleNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The length of each position, in training as in evaluation."""
+        if isinstance(input, Proxy):
+            return leaf(self, input)
         last_sizes("ScaleNorm", input, (self.features,))
         return normalize(input, self.spec, self.weight)
 

@@ -1,0 +1,61 @@
+"""torch.fx and torch.jit.script: what they see of a layer.
+
+A layer is a leaf to symbolic tracing, as torch's own are by the name of their package: the graph calls the module,
+under every tracer. torch.jit.script compiles torch's own code in a layer that torch has; the other layers refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NoReturn, cast
+
+import torch.fx
+from torch import Tensor, nn
+from torch.jit import is_scripting as is_scripting  # type: ignore[attr-defined]  # in no __all__
+
+from normscope.errors import BadInput
+
+Proxy: Any = torch.fx.Proxy
+"""what stands for a tensor while torch.fx traces; Any, because to a type checker no tensor can be one"""
+
+
+def leaf(layer: nn.Module, input: Any) -> Tensor:
+    """The call of ``layer`` as one node of the graph that is being traced.
+
+    Raises BadInput where the layer is all that is traced: a graph in it cannot call it.
+    """
+    tracer = input.tracer
+    path = tracer.path_of_module(layer)
+    if not path:
+        name = type(layer).__name__
+        raise BadInput(
+            f"torch.fx traces a model that has a {name} in it, as one call; got the {name} itself. "
+            "Trace torch.nn.Sequential(layer)."
+        )
+    return cast(Tensor, tracer.create_proxy("call_module", path, (input,), {}))
+
+
+def method(name: str, function: Any) -> Callable[..., Tensor]:
+    """torch's ``function`` under the name that it has as a method here.
+
+    torch.jit.script names what it compiles by ``__name__``, and takes no second ``forward``.
+    """
+    return FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
+
+
+class Unscriptable(nn.Module):
+    """Mixin of layers that torch.nn does not have."""
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        refuse_script(self)
+
+
+def refuse_script(layer: nn.Module) -> NoReturn:
+    """Raise BadInput, saying that torch.jit.script cannot compile ``layer``, and what else can be done."""
+    raise BadInput(
+        f"torch.jit.script takes those layers of normscope.nn that torch.nn has too; got {layer!r}. "
+        "Use torch.export."
+    )
