@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import normscope.nn as own
+from normscope import functional
+from normscope.doctor.refusals import Refused
 from normscope.errors import BadInput, ModelError
 from normscope.transforms import Deviation, TransformReport, accelerate
 
@@ -236,6 +238,24 @@ def test_half_statistics_stay_half_when_they_were() -> None:
     assert kept.half().running_var.dtype == torch.float32
 
 
+def test_half_statistics_are_told_and_the_advice_holds() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.LayerNorm(6)).bfloat16()
+    for sample in (None, seeded(4, 6).bfloat16()):
+        faster, report = accelerate(model, sample)
+        assert report.notes[-1] == (
+            "2 sites keep running statistics in a half type, as the model had them, where updates may stall. To make "
+            "them float32, set float32_statistics = True on each such layer and then call its "
+            ".to(layer.running_mean.dtype); or accelerate the model before it is cast"
+        )
+    layer = faster[0]
+    layer.float32_statistics = True
+    layer.to(layer.running_mean.dtype)
+    assert (layer.running_mean.dtype, layer.running_var.dtype) == (torch.float32, torch.float32)
+    assert layer.weight.dtype == torch.bfloat16
+    assert accelerate(model[0])[1].notes[-1].startswith("1 site keeps running statistics")
+    assert "running" not in str(accelerate(nn.BatchNorm1d(6))[1])
+
+
 def test_state_dicts_go_both_ways() -> None:
     model = net()
     faster, _ = accelerate(model)
@@ -380,6 +400,93 @@ def test_a_class_that_cannot_be_joined_is_left() -> None:
     assert left(Guarded(6)) == "its class cannot be joined with normscope.nn.LayerNorm (no more subclasses)"
 
 
+# -- what is no module -------------------------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Everywhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mine, self.twice, self.again = nn.LayerNorm(6), Written(), Doubled(6), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.layer_norm(self.mine(self.norm(x)), (6,))
+        x = nn.functional.normalize(x, dim=-1)
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt()
+        x = functional.group_norm(x, 5)
+        out: Tensor = self.twice(x)
+        return out
+
+
+def test_what_is_no_module_is_listed_as_left() -> None:
+    model = Everywhere()
+    _, report = accelerate(nn.Sequential(model), seeded(*WORDS))
+    assert [(site.name, site.before, site.reason, site.already) for site in report.left[1:]] == [
+        ("0.mine", f"{__name__}.Written", "hand-written: not identified", False),
+        (
+            "0:F.layer_norm",
+            "F.layer_norm",
+            "a call of F.layer_norm, not a module: write normscope.functional.layer_norm, or a normscope.nn layer",
+            False,
+        ),
+        (
+            "0:F.normalize",
+            "F.normalize",
+            "a call of F.normalize, not a module: write normscope.functional.l2_norm, or a normscope.nn layer",
+            False,
+        ),
+        ("0:hand-written", "arithmetic", "hand-written inside a larger forward: not identified", False),
+        (
+            "0:normscope.functional.group_norm",
+            "normscope.functional.group_norm",
+            "is a call of normscope.functional already",
+            True,
+        ),
+    ]
+    assert report.left[0].name == "0.twice"  # and the F.layer_norm inside is its own
+    assert [site.name for site in report.done] == ["0.norm"]
+    words = str(report)
+    assert words.startswith("accelerate: 1 of 6 normalizations done, 1 more is normscope's already\n")
+    assert f"  left  {__name__}.Written: 0.mine: hand-written: not identified" in words.splitlines()
+
+
+def test_a_model_that_is_a_hand_written_norm() -> None:
+    _, report = accelerate(Written(), seeded(*WORDS))
+    assert str(report).splitlines()[:2] == [
+        "accelerate: 0 of 1 normalizations done",
+        f"  left  {__name__}.Written: the model itself: hand-written: not identified",
+    ]
+    _, report = accelerate(Written())
+    assert report.sites == ()
+
+
+def test_norms_in_exported_programs_are_left() -> None:
+    program = torch.export.export(net().eval(), (X,)).module()
+    assert (
+        left(program, X) == "runs inside a scripted, traced or exported module: accelerate the model before"
+    )
+
+
+def test_a_model_that_cannot_be_followed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(*args: Any) -> Any:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr("normscope.transforms.elsewhere.find_sites", find)
+    _, report = accelerate(net(), X)
+    assert len(report.done) == 3
+    assert report.notes == (
+        "calls of functions and hand-written norms were not looked for: RuntimeError: lost",
+    )
+
+
 # -- what is no plain module -------------------------------------------------------------------------------------------
 
 
@@ -404,7 +511,20 @@ def test_a_quantized_norm_is_left() -> None:
 
 def test_scripted_norms_are_left() -> None:
     model = torch.jit.script(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)))
-    assert left(model) == "is scripted: accelerate the module before torch.jit.script or trace"
+    assert left(model) == SCRIPTED
+
+
+SCRIPTED = (
+    "is scripted or traced: accelerate the model before torch.jit.trace; torch.jit.script cannot compile layers of "
+    "normscope.nn"
+)
+
+
+def test_traced_norms_are_left_and_the_advice_holds() -> None:
+    norm, x = filled(nn.LayerNorm(6)), seeded(*WORDS)
+    assert left(nn.Sequential(torch.jit.trace(norm, x)), x) == SCRIPTED
+    faster, _ = accelerate(norm, x)
+    assert torch.equal(torch.jit.trace(faster, x)(x), norm(x))
 
 
 def test_a_frozen_batch_norm_is_left() -> None:
@@ -459,6 +579,7 @@ import normscope.nn as own
 from normscope.transforms import accelerate
 
 torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+torch.manual_seed(0)
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6)))
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 plain = copy.deepcopy(model.module)
@@ -509,7 +630,7 @@ def test_a_model_without_norms() -> None:
     model = nn.Linear(3, 2)
     _, report = accelerate(model, seeded(4, 3))
     assert report.sites == ()
-    assert str(report).splitlines()[0] == "accelerate: 0 of 0 normalizations done"
+    assert str(report).splitlines()[0] == "accelerate: no normalization was found"
 
 
 def test_on_the_meta_device() -> None:
@@ -518,6 +639,25 @@ def test_on_the_meta_device() -> None:
     faster, report = accelerate(model)
     assert len(report.done) == 3
     assert faster[1].weight.is_meta
+    with pytest.raises(Refused) as error:
+        accelerate(model, X)
+    assert str(error.value) == (
+        "0.weight is on the meta device: it has a shape but no values, so no outputs can be compared. Load the weights "
+        "(model.to_empty(device=...), then load_state_dict) and accelerate then, or leave the sample out"
+    )
+
+
+@pytest.mark.parametrize("sample", [None, X], ids=["no sample", "sample"])
+def test_a_lazy_model_is_refused_where_it_must_be_copied(sample: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.LazyBatchNorm2d())
+    with pytest.raises(Refused) as error:
+        accelerate(model, sample)
+    assert str(error.value) == (
+        "1.weight is lazy: it gets its shape in the first forward pass, and torch cannot copy it before. Run the model "
+        "once on a batch, then accelerate it"
+    )
+    model(X)
+    assert len(accelerate(model, sample)[1].done) == 1
 
 
 # -- verification ------------------------------------------------------------------------------------------------------
@@ -602,7 +742,10 @@ def test_a_rehearsal_changes_nothing() -> None:
     same, report = accelerate(model, dry_run=True)
     assert same is model
     assert report.agreements == ()
-    assert report.notes == ("outputs were not compared: no sample was given",)
+    assert report.notes == (
+        "outputs were not compared: no sample was given",
+        "calls of functions and hand-written norms were not looked for: they show only where a sample is given",
+    )
 
 
 def test_a_single_sample_is_compared_in_eval_alone() -> None:
@@ -655,15 +798,143 @@ def test_what_is_no_model() -> None:
 
 def test_a_model_that_cannot_be_copied() -> None:
     model = net()
-    model.lock = __import__("threading").Lock()
-    with pytest.raises(
-        BadInput, match=r"Sequential cannot be copied \(TypeError: .*\); pass inplace=True to change"
-    ):
+    model[0].result = model[0].weight * 2  # part of a graph
+    words = (
+        "Sequential cannot be copied (RuntimeError: Only Tensors created explicitly by the user (graph leaves) support "
+        "the deepcopy protoc...); {} to change the model itself"
+    )
+    with pytest.raises(BadInput) as error:
+        accelerate(model, X, inplace=True)
+    assert str(error.value) == words.format(
+        "leave the sample out, so that nothing is compared, and pass inplace=True"
+    )
+    with pytest.raises(BadInput) as error:
         accelerate(model)
+    assert str(error.value) == words.format("pass inplace=True")
+    assert not ours(model[1])
     assert accelerate(model, inplace=True)[0] is model
     assert ours(model[1])
-    with pytest.raises(BadInput, match="leave the sample out, and pass inplace=True"):
-        accelerate(model, X)
+
+
+class Viewed(nn.Module):
+    """Relies on contiguous memory behind an instance norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.GroupNorm(3, 6), nn.InstanceNorm2d(6), nn.LayerNorm(90)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).view(4, -1))
+
+
+FAILS = (
+    "the accelerated model fails where the original runs: RuntimeError: {}. Nothing was changed. Instance norm of "
+    "normscope.nn keeps the memory format of its input, where torch's returns contiguous memory: a .view behind it may "
+    "need to be .reshape"
+)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_model_that_fails_afterwards_names_the_first_suspect(inplace: bool) -> None:
+    model, x = Viewed(), seeded(*IMAGE).to(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError) as original:
+        model.last(model.first(x).view(4, -1))
+    with pytest.raises(Deviation) as error:
+        accelerate(model, x, inplace=inplace)
+    said = FAILS.format(str(original.value).rstrip("."))
+    assert str(error.value) == f"norm: the first suspect. In eval {said}"
+    assert error.value.site == "norm"
+    assert isinstance(error.value.__cause__, RuntimeError)
+    assert not any(ours(m) for m in model.modules())
+    assert accelerate(model, x.contiguous())[1].done
+
+
+def test_a_norm_that_fails_itself_is_the_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: nn.Module, x: Tensor) -> Tensor:
+        if self.training:
+            raise RuntimeError("no kernel")
+        return x
+
+    model = nn.Sequential(nn.LayerNorm(6), nn.Sequential(nn.BatchNorm1d(6)))
+    monkeypatch.setattr(own.BatchNorm1d, "forward", broken)
+    with pytest.raises(Deviation) as error:
+        accelerate(model, seeded(4, 6))
+    # untrained statistics: the identity but for eps, half of 1e-5, so eval passes
+    assert str(error.value) == f"1.0: the first suspect. In train {FAILS.format('no kernel')}"
+
+
+def test_a_failure_of_no_known_place() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.LayerNorm(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if ours(self.unused):
+                raise RuntimeError("not this one")
+            return x
+
+    with pytest.raises(Deviation) as error:
+        accelerate(Picky(), seeded(*WORDS))
+    assert str(error.value) == f"In eval {FAILS.format('not this one')}"
+    assert error.value.site is None
+
+
+class Then(nn.Module):
+    def __init__(self, then: Any) -> None:
+        super().__init__()
+        self.norm, self.then = nn.LayerNorm(6), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.then(self.norm(x))
+        return out
+
+
+def test_a_comparison_that_cannot_tell_says_so() -> None:
+    x = 1 + 3 * seeded(64, 6)
+    _, report = accelerate(Then(lambda t: (1e6 * t).sin()), x)  # all digits of the angle are lost
+    for one, note in zip(report.agreements, report.notes, strict=True):
+        assert one.error_before is not None
+        assert one.allowed == 2 * one.error_before > 1e-2
+        assert note == (
+            f"{one.mode}: cannot tell, the original itself is {one.error_before:.1e} of the largest output away from "
+            f"float64, so anything within {one.allowed:.1e} passes; compare the model in float64, or on a sample of "
+            "another scale"
+        )
+        assert f"  {note}" in str(report).splitlines()
+    _, report = accelerate(Then(lambda t: t), x)
+    assert report.notes == ()
+
+
+def test_outputs_that_agree_where_the_original_is_inexact_are_told_apart() -> None:
+    _, report = accelerate(
+        Then(lambda t: torch.full_like(t, 1e4) + (1 if t.dtype == torch.float32 else 500)),
+        X[0, 0].new_ones(2, 6),
+    )
+    assert report.agreements[0].allowed > 1e-2
+    assert report.agreements[0].difference == 0
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        (lambda t: 0 * t, "zero"),
+        (lambda t: t / 0, "not finite"),
+        (lambda t: torch.where(t > 0, t / 0, 0 * t), "zero or not finite"),
+    ],
+)
+def test_outputs_that_say_nothing_are_told(then: Any, words: str) -> None:
+    _, report = accelerate(Then(then), seeded(*WORDS))
+    assert report.notes == tuple(
+        f"{mode}: cannot tell, every output of the original is {words}; give a sample and weights that come to something"
+        for mode in ("eval", "train")
+    )
+
+
+def test_outputs_that_are_partly_infinite_are_counted() -> None:
+    _, report = accelerate(Then(lambda t: torch.where(torch.arange(6) == 2, t / 0, t)), seeded(*WORDS))
+    assert report.notes[0] == "eval: 20 of 120 output values are not finite and say little"
 
 
 def test_bfloat16_models_are_allowed_four_units() -> None:
@@ -702,9 +973,34 @@ def test_the_report_in_words_and_in_json() -> None:
     assert isinstance(report, TransformReport)
 
 
-def test_long_lists_are_counted() -> None:
-    _, report = accelerate(nn.Sequential(*(nn.LayerNorm(3) for _ in range(7))))
-    assert "normscope.nn.LayerNorm: 0, 1, 2, 3 and 3 more" in str(report)
+def test_long_lists_are_counted_but_not_in_a_plan() -> None:
+    model = nn.Sequential(*(nn.LayerNorm(3) for _ in range(7)), Doubled(3))
+    _, report = accelerate(model)
+    assert (
+        "  done  torch.nn.LayerNorm -> normscope.nn.LayerNorm: 0, 1, 2, 3 and 3 more"
+        in str(report).splitlines()
+    )
+    _, plan = accelerate(model, dry_run=True)
+    lines = str(plan).splitlines()
+    assert lines[:2] == [
+        "accelerate: 7 of 8 normalizations would be done (rehearsed, the model is as it was)",
+        "  would be done  torch.nn.LayerNorm -> normscope.nn.LayerNorm: 0, 1, 2, 3, 4, 5, 6",
+    ]
+    assert lines[2].startswith(f"  would be left  {__name__}.Doubled: 7: ")
+
+
+def test_what_is_accelerated_already_is_no_failure() -> None:
+    faster, _ = accelerate(nn.Sequential(nn.LayerNorm(6), nn.LayerNorm(6)))
+    _, report = accelerate(faster)
+    assert str(report).splitlines()[:2] == [
+        "accelerate: nothing to do, all 2 normalizations are normscope's already",
+        "  left  normscope.nn.LayerNorm: 0, 1: is a layer of normscope.nn already",
+    ]
+    _, report = accelerate(faster[0])
+    assert str(report).startswith("accelerate: nothing to do, the one normalization is normscope's already\n")
+    _, report = accelerate(nn.Sequential(faster, nn.GroupNorm(2, 6), nn.SyncBatchNorm(6)))
+    assert str(report).startswith("accelerate: 1 of 2 normalizations done, 2 more are normscope's already\n")
+    assert [site["already"] for site in json.loads(report.to_json())["sites"]] == [True, True, False, False]
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------

@@ -9,14 +9,19 @@ from typing import Any, TypeVar
 from torch import nn
 
 from normscope.doctor import arguments
-from normscope.doctor.refusals import clean_path, unwrap
-from normscope.errors import BadInput, told
+from normscope.doctor.refusals import Refused, clean_path, unwrap
+from normscope.errors import BadInput, shortened, told
 from normscope.reading.base import qualified_name
 from normscope.transforms.agreement import compare
-from normscope.transforms.report import SiteChange, TransformReport
-from normscope.transforms.swap import Replacement, replacement, swap
+from normscope.transforms.elsewhere import elsewhere
+from normscope.transforms.report import UNSAMPLED, SiteChange, TransformReport
+from normscope.transforms.swap import Left, Replacement, replacement, swap
 
 Model = TypeVar("Model", bound=nn.Module)
+FLOAT32 = "float32_statistics"
+"""attribute of the layers with running statistics"""
+REASON = 100
+"""letters of the reason why a model cannot be copied: torch tells a story"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ def accelerate(
     of Llama, T5, Gemma or Olmo 2. The modules stay the objects they are and change their class: state-dict keys,
     parameters, buffers, hooks, flags, dtype, device, parametrizations, attributes and shared modules are as they were
     (a hand-written norm reads ``eps`` from then on; its ``variance_epsilon`` stays, and is no longer read).
-    Everything else is left, and the report says why. Functional calls are not modules and stay as they are.
+    Everything else is left, and the report says why. Calls of functions and other hand-written norms stay as they are;
+    they only show in a forward, so the report lists them where a sample is given.
 
     Args:
         model: any module; one that is itself a norm, in training or not, compiled, data-parallel, a graph module.
@@ -55,10 +61,12 @@ def accelerate(
     Raises:
         BadInput: ``model`` is no module or cannot be copied, or the sample is no input.
         ModelError: the model fails on the sample.
-        Refused: a sample was given, and the model has lazy or meta parameters or is sharded by FSDP.
+        Refused: the model is sharded by FSDP over several ranks; or has lazy parameters, which can be neither run
+            nor copied; or a sample was given, and the model has meta parameters.
         Deviation: outputs differ by more than the dtype allows: twice the error of the original, or 1e-5 of the
-            largest output (float32), 1e-10 (float64), 4 units of a half type, whichever is more. The text names the
-            first module; the model given is as it was.
+            largest output (float32), 1e-10 (float64), 4 units of a half type, whichever is more; or the
+            accelerated model fails where the original runs (on a ``.view`` behind an instance norm, for instance: ours
+            keeps the memory format of its input). The text names the first module; the model given is as it was.
 
     >>> import torch, normscope
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU())
@@ -71,16 +79,21 @@ def accelerate(
     arguments.module(model)
     steps = _plan(unwrap(model))
     changes = tuple(step.change for step in steps)
+    notes = _half_statistics(steps)
     if sample is None:
-        report = TransformReport("accelerate", changes, dry_run=dry_run)
+        report = TransformReport("accelerate", changes, (), UNSAMPLED + notes, dry_run)
         if dry_run:
             return model, report
         return _swapped(model if inplace else _copied(model, "pass inplace=True"), steps), report
     args, kwargs, _ = arguments.on_device(model, sample)
-    after = _swapped(_copied(model, "leave the sample out, and pass inplace=True"), steps)
+    _refuse_meta(model)
+    after = _swapped(
+        _copied(model, "leave the sample out, so that nothing is compared, and pass inplace=True"), steps
+    )
     specs = {step.path: step.by.written for step in steps if step.by}
-    agreements, notes = compare(unwrap(model), unwrap(after), specs, args or (), kwargs)
-    report = TransformReport("accelerate", changes, agreements, notes, dry_run)
+    agreements, remarks = compare(unwrap(model), unwrap(after), specs, args or (), kwargs)
+    others, unseen = _elsewhere(model, args or (), kwargs, changes)
+    report = TransformReport("accelerate", changes + others, agreements, (*remarks, *unseen, *notes), dry_run)
     if dry_run:
         return model, report
     return _swapped(model, steps) if inplace else after, report
@@ -103,6 +116,7 @@ def _plan(model: nn.Module) -> list[_Step]:
             after=by.name if by else "",
             reason=reason,
             aliases=tuple(dict.fromkeys(clean_path(other) for other in others)),
+            already=isinstance(found, Left) and found.already,
         )
         steps.append(_Step(path, by, change))
     return steps
@@ -117,9 +131,50 @@ def _swapped(model: Model, steps: list[_Step]) -> Model:
 
 
 def _copied(model: Model, instead: str) -> Model:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise Refused(
+                f"{clean_path(name)} is lazy: it gets its shape in the first forward pass, and torch cannot copy it "
+                "before. Run the model once on a batch, then accelerate it"
+            )
     try:
         return copy.deepcopy(model)
     except Exception as error:
+        reason = shortened(told(error), lines=1, width=REASON)
         raise BadInput(
-            f"{type(model).__name__} cannot be copied ({told(error)}); {instead} to change the model itself"
+            f"{type(model).__name__} cannot be copied ({reason}); {instead} to change the model itself"
         ) from error
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise Refused(
+                f"{clean_path(name)} is on the meta device: it has a shape but no values, so no outputs can be "
+                "compared. Load the weights (model.to_empty(device=...), then load_state_dict) and accelerate then, or "
+                "leave the sample out"
+            )
+
+
+def _elsewhere(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], changes: tuple[SiteChange, ...]
+) -> tuple[tuple[SiteChange, ...], tuple[str, ...]]:
+    """The normalizations that are no modules, or a note why they were not found."""
+    known = {name for change in changes for name in (change.name, *change.aliases)}
+    try:
+        return elsewhere(model, args, kwargs, known), ()
+    except Exception as error:  # the model ran, but may not run while it is followed
+        return (), (f"calls of functions and hand-written norms were not looked for: {told(error)}",)
+
+
+def _half_statistics(steps: list[_Step]) -> tuple[str, ...]:
+    """A note on running statistics that were half, which a swap keeps."""
+    kept = [step.change.name for step in steps if step.by and not step.by.attributes.get(FLOAT32, True)]
+    if not kept:
+        return ()
+    sites = "1 site keeps" if len(kept) == 1 else f"{len(kept)} sites keep"
+    return (
+        f"{sites} running statistics in a half type, as the model had them, where updates may stall. To make them "
+        f"float32, set {FLOAT32} = True on each such layer and then call its .to(layer.running_mean.dtype); or "
+        "accelerate the model before it is cast",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ MODES = {"eval": "eval", "train": "batch"}
 """name in the report -> mode of the session; in ``batch`` dropout is off, whose bits would differ between dtypes"""
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-5}
 """of the largest output: some eighty roundings of float32; float64 has room to spare"""
+VACUOUS = 1e-2
+"""of the largest output: where more is allowed, outputs that differ visibly pass; half types are allowed their units"""
 
 Specs = Mapping[str, NormSpec | None]
 """of the changed modules, by path; a spec for those written by hand"""
@@ -29,13 +31,13 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Deviation(NormscopeError):
-    """A transform would have changed what the model computes; nothing was changed.
+    """A transform would have changed what the model computes, or whether it runs; nothing was changed.
 
     Attributes:
-        site: path of the first module whose output deviates.
+        site: path of the first module whose output deviates; None where the model fails and none can be named.
     """
 
-    def __init__(self, text: str, site: str) -> None:
+    def __init__(self, text: str, site: str | None) -> None:
         super().__init__(text)
         self.site = site
 
@@ -45,7 +47,7 @@ def compare(
 ) -> tuple[tuple[Agreement, ...], tuple[str, ...]]:
     """How far outputs of ``after`` are from those of ``before``, in each mode; and what could not be compared.
 
-    Raises ModelError where ``before`` fails in eval mode, and Deviation.
+    Raises ModelError where ``before`` fails in eval mode, and Deviation, also where only ``after`` fails.
     """
     call = (args, kwargs)
     agreements: list[Agreement] = []
@@ -63,20 +65,55 @@ def compare(
         if not old:
             notes.append(f"{name}: the model returns no floating point tensor, so nothing was compared")
             continue
-        new = _outputs(after, call, mode)
+        try:
+            new = _outputs(after, call, mode)
+        except Exception as error:
+            raise _failure(name, error, _suspect((before, after), call, mode, specs)) from error
         truth = _true_outputs(exact, exact_call, mode, old, name, notes)
         agreement = _agreement(name, _dtype(before, old), old, new, truth)
         if not agreement.deviation <= agreement.allowed:
             models = (before, after, None if truth is None else exact)
             raise _deviation(agreement, _first(models, (call, exact_call), mode, specs, agreement.allowed))
         agreements.append(agreement)
+        notes += _reservations(agreement, old)
     return tuple(agreements), tuple(notes)
+
+
+def _usual(dtype: torch.dtype) -> float:
+    """What two computations of the same may differ by, where the original amplifies nothing."""
+    return ALLOWED.get(dtype, 4 * torch.finfo(dtype).eps)
+
+
+def _reservations(agreement: Agreement, outputs: list[Tensor]) -> list[str]:
+    """Why an agreement says less than it seems to."""
+    values = sum(t.numel() for t in outputs)
+    infinite = values - sum(int(t.isfinite().sum()) for t in outputs)
+    notes = []
+    if not any(bool((t.isfinite() & (t != 0)).any()) for t in outputs):
+        what = (
+            "is not finite" if infinite == values else "is zero" if not infinite else "is zero or not finite"
+        )
+        notes.append(
+            f"{agreement.mode}: cannot tell, every output of the original {what}; give a sample and weights that come "
+            "to something"
+        )
+    elif infinite:
+        notes.append(f"{agreement.mode}: {infinite} of {values} output values are not finite and say little")
+    usual = _usual(getattr(torch, agreement.dtype))
+    # outputs that agree with each other as if nothing were amplified have been told to be the same after all
+    if agreement.allowed > max(VACUOUS, usual) and agreement.difference > usual:
+        notes.append(
+            f"{agreement.mode}: cannot tell, the original itself is {agreement.error_before:.1e} of the largest "
+            f"output away from float64, so anything within {agreement.allowed:.1e} passes; compare the model in "
+            "float64, or on a sample of another scale"
+        )
+    return notes
 
 
 def _agreement(
     mode: str, dtype: torch.dtype, old: list[Tensor], new: list[Tensor], truth: list[Tensor] | None
 ) -> Agreement:
-    allowed = ALLOWED.get(dtype, 4 * torch.finfo(dtype).eps)
+    allowed = _usual(dtype)
     word = str(dtype).removeprefix("torch.")
     if truth is None:
         return Agreement(mode, word, _distance(new, old), allowed)
@@ -168,6 +205,31 @@ def _deviation(agreement: Agreement, site: str) -> Deviation:
     )
 
 
+def _failure(mode: str, error: Exception, site: str | None) -> Deviation:
+    site = None if site is None else clean_path(site)
+    suspect = "" if site is None else f"{site or 'the model itself'}: the first suspect. "
+    said = told(error).rstrip(".")
+    return Deviation(
+        f"{suspect}In {mode} the accelerated model fails where the original runs: {said}. Nothing was changed. "
+        "Instance norm of normscope.nn keeps the memory format of its input, where torch's returns contiguous memory: "
+        "a .view behind it may need to be .reshape",
+        site,
+    )
+
+
+def _suspect(models: tuple[nn.Module, nn.Module], call: Call, mode: str, specs: Specs) -> str | None:
+    """The first changed module that does not return, or returns another layout; else the last before the failure."""
+    old, new = (_recorded(model, call, mode, specs) for model in models)
+    for (_, one), (path, two) in zip(old, new, strict=False):
+        if [_layout(t) for t in one] != [_layout(t) for t in two]:
+            return path
+    return new[-1][0] if new else None
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _first(
     models: tuple[nn.Module, nn.Module, nn.Module | None],
     calls: tuple[Call, Call],
@@ -189,23 +251,33 @@ def _first(
 
 
 def _recorded(model: nn.Module, call: Call, mode: str, specs: Specs) -> list[tuple[str, list[Tensor]]]:
-    """Outputs of the modules at some paths, in order of calls."""
+    """Outputs of the modules at some paths, in order of calls, as far as the model comes; a call that does not return
+    has none."""
     calls: list[tuple[str, list[Tensor]]] = []
+    running: list[str] = []
 
     @contextmanager
     def watching() -> Iterator[None]:
         modules = dict(model.named_modules())
 
-        def hook(path: str) -> Any:
-            return lambda module, args, output: calls.append((path, [t.clone() for t in detached(output)]))
+        def entered(path: str) -> Any:
+            return lambda module, args: running.append(path)
 
-        handles = [modules[path].register_forward_hook(hook(path)) for path in specs]
+        def left(path: str) -> Any:
+            def told_of(module: nn.Module, args: Any, output: Any) -> None:
+                running.remove(path)
+                calls.append((path, [t.clone() for t in detached(output)]))
+
+            return told_of
+
+        handles = [modules[path].register_forward_pre_hook(entered(path)) for path in specs]
+        handles += [modules[path].register_forward_hook(left(path)) for path in specs]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    with Session(model) as session:
+    with Session(model) as session, suppress(Exception):
         session.forward(*call, mode=mode, watch=(watching(),))
-    return calls
+    return calls + [(path, []) for path in running[-1:]]

@@ -11,23 +11,29 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SHOWN = 4
-"""sites of one kind that the text names before it counts"""
+"""sites of one kind that the text names before it counts; a rehearsal, which is a plan, names them all"""
+UNSAMPLED = (
+    "outputs were not compared: no sample was given",
+    "calls of functions and hand-written norms were not looked for: they show only where a sample is given",
+)
 
 
 @dataclass(frozen=True)
 class SiteChange:
-    """One normalization module."""
+    """One normalization: a module, or (always left) a call or arithmetic in a forward."""
 
     name: str
-    """module path, "" for the model itself"""
+    """module path, "" for the model itself; ``path:F.layer_norm`` for what is no module"""
     before: str
-    """its type"""
+    """its type, or the function"""
     after: str = ""
     """its type now, "" where it was left"""
     reason: str = ""
     """why it was left, "" where it was done"""
     aliases: tuple[str, ...] = ()
     """other paths of the same module"""
+    already: bool = False
+    """it was left because it is normscope's"""
 
     @property
     def done(self) -> bool:
@@ -63,12 +69,13 @@ class TransformReport:
     accelerate: 1 of 1 normalizations done
       done  torch.nn.BatchNorm1d -> normscope.nn.BatchNorm1d: bn
       outputs were not compared: no sample was given
+      calls of functions and hand-written norms were not looked for: they show only where a sample is given
     """
 
     transform: str
     sites: tuple[SiteChange, ...]
     agreements: tuple[Agreement, ...] = ()
-    notes: tuple[str, ...] = ("outputs were not compared: no sample was given",)
+    notes: tuple[str, ...] = UNSAMPLED
     dry_run: bool = False
 
     @property
@@ -94,18 +101,18 @@ class TransformReport:
 
     def __str__(self) -> str:
         rehearsed = " (rehearsed, the model is as it was)" if self.dry_run else ""
-        verb = "would be done" if self.dry_run else "done"
-        lines = [f"{self.transform}: {len(self.done)} of {len(self.sites)} normalizations {verb}{rehearsed}"]
+        would = "would be " if self.dry_run else ""
+        lines = [f"{self.transform}: {self._summary(would)}{rehearsed}"]
         groups: dict[tuple[str, str, str], list[str]] = {}
         for site in self.sites:
             paths = " = ".join(name or "the model itself" for name in (site.name, *site.aliases))
             groups.setdefault((site.before, site.after, site.reason), []).append(paths)
         for (before, after, _), names in groups.items():
             if after:
-                lines.append(f"  done  {before} -> {after}: {_listed(names)}")
+                lines.append(f"  {would}done  {before} -> {after}: {self._listed(names)}")
         for (before, after, reason), names in groups.items():
             if not after:
-                lines.append(f"  left  {before}: {_listed(names)}: {reason}")
+                lines.append(f"  {would}left  {before}: {self._listed(names)}: {reason}")
         for one in self.agreements:
             lines.append(f"  {one.mode:5} {one.dtype}: outputs moved by {one.difference:.1e} of the largest")
             if one.error_before is not None and one.error_after is not None:
@@ -113,10 +120,20 @@ class TransformReport:
             lines[-1] += f"; allowed {one.allowed:.1e}"
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
+    def _summary(self, would: str) -> str:
+        ours = sum(site.already for site in self.sites)
+        others = len(self.sites) - ours
+        if not self.sites:
+            return "no normalization was found"
+        if not others:
+            listed = "the one normalization is" if ours == 1 else f"all {ours} normalizations are"
+            return f"nothing to do, {listed} normscope's already"
+        more = f", {ours} more {'is' if ours == 1 else 'are'} normscope's already" if ours else ""
+        return f"{len(self.done)} of {others} normalizations {would}done{more}"
 
-def _listed(names: list[str]) -> str:
-    rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    def _listed(self, names: list[str]) -> str:
+        rest = 0 if self.dry_run else max(0, len(names) - SHOWN)
+        return ", ".join(names[: len(names) - rest]) + (f" and {rest} more" if rest else "")
 
 
 def _finite(value: Any) -> Any:

@@ -38,6 +38,10 @@ CONVENTIONS = {"llama": "llama", "t5": "t5", "gemma": "gemma", "before": "torch"
 """of hand-written norms: how ``normscope.nn.RMSNorm`` calls them"""
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 HALF = (torch.float16, torch.bfloat16)
+SCRIPTED = (
+    "is scripted or traced: accelerate the model before torch.jit.trace; torch.jit.script cannot compile layers of "
+    "normscope.nn"
+)
 
 
 @dataclass(frozen=True)
@@ -58,21 +62,20 @@ class Left:
     """A normalization that stays what it is."""
 
     reason: str
+    already: bool = False
+    """it is normscope's"""
 
 
 def replacement(module: nn.Module) -> Replacement | Left | None:
     """What stands for a module; None where it is no normalization."""
     if isinstance(module, torch.jit.ScriptModule):
-        scripted = getattr(module, "original_name", "") in NAMES
-        return (
-            Left("is scripted: accelerate the module before torch.jit.script or trace") if scripted else None
-        )
+        return Left(SCRIPTED) if getattr(module, "original_name", "") in NAMES else None
     try:
         found = read(module)
     except UnknownNormalization as error:
         return Left(str(error)) if error.recognized else None
     if any(cls.__module__.startswith(own.__name__) for cls in type(module).__mro__):
-        return Left("is a layer of normscope.nn already")
+        return Left("is a layer of normscope.nn already", already=True)
     for name, tensor in found.tensors.items():
         if type(tensor) not in PLAIN_TENSORS:
             return Left(f"its {name} is a {type(tensor).__name__}, which the kernels do not take apart")
