@@ -298,7 +298,8 @@ def batch_norm(
         and by_channel(input, running_mean, running_var)
         and states(running_mean, running_var, training)
     ):
-        call = remembered("batch", input.dim(), 0, eps)
+        known = remembered if type(eps) is float and eps >= 0 else recipe
+        call = known("batch", input.dim(), 0, eps)
         if call is not None and ((eps <= 0 or input.numel() == input.shape[1]) if training else eps < 0):
             call = None
     if call is None or not isinstance(momentum, (float, int)):
