@@ -21,6 +21,7 @@ import normscope.nn as own
 from normscope import functional
 from normscope.doctor.refusals import Refused
 from normscope.errors import BadInput, ModelError
+from normscope.kernels import status
 from normscope.transforms import Deviation, TransformReport, accelerate
 
 torch.set_num_threads(1)
@@ -470,8 +471,9 @@ def test_a_model_that_is_a_hand_written_norm() -> None:
 
 def test_norms_in_exported_programs_are_left() -> None:
     program = torch.export.export(net().eval(), (X,)).module()
-    assert (
-        left(program, X) == "runs inside a scripted, traced or exported module: accelerate the model before"
+    assert left(program, X) == (
+        "runs inside a scripted, traced or exported module: accelerate the model it was made from; torch.export keeps "
+        "layers of normscope.nn, torch.jit runs torch's code in their place"
     )
 
 
@@ -515,8 +517,8 @@ def test_scripted_norms_are_left() -> None:
 
 
 SCRIPTED = (
-    "is scripted or traced: accelerate the model before torch.jit.trace; torch.jit.script cannot compile layers of "
-    "normscope.nn"
+    "is scripted or traced, and torch.jit runs torch's code in place of normscope.nn's: accelerate the model it was "
+    "made from, and run that, or what torch.compile or torch.export makes of it"
 )
 
 
@@ -524,7 +526,10 @@ def test_traced_norms_are_left_and_the_advice_holds() -> None:
     norm, x = filled(nn.LayerNorm(6)), seeded(*WORDS)
     assert left(nn.Sequential(torch.jit.trace(norm, x)), x) == SCRIPTED
     faster, _ = accelerate(norm, x)
-    assert torch.equal(torch.jit.trace(faster, x)(x), norm(x))
+    for made in (torch.jit.trace(faster, x), torch.jit.script(faster)):
+        assert "aten::layer_norm" in str(made.inlined_graph)
+        assert torch.equal(made(x), norm(x))
+    assert ("ops.normscope." in str(torch.export.export(faster, (x,)))) == bool(status().isa)
 
 
 def test_a_frozen_batch_norm_is_left() -> None:
@@ -927,7 +932,8 @@ def test_outputs_that_agree_where_the_original_is_inexact_are_told_apart() -> No
 def test_outputs_that_say_nothing_are_told(then: Any, words: str) -> None:
     _, report = accelerate(Then(then), seeded(*WORDS))
     assert report.notes == tuple(
-        f"{mode}: cannot tell, every output of the original is {words}; give a sample and weights that come to something"
+        f"{mode}: cannot tell, every output of the original is {words}; give a sample and weights that come to "
+        "something"
         for mode in ("eval", "train")
     )
 

@@ -42,7 +42,10 @@ def _left(site: Site) -> SiteChange:
 
 def _reason(site: Site) -> str:
     if site.kind == "hidden":
-        return "runs inside a scripted, traced or exported module: accelerate the model before"
+        return (
+            "runs inside a scripted, traced or exported module: accelerate the model it was made from; torch.export "
+            "keeps layers of normscope.nn, torch.jit runs torch's code in their place"
+        )
     if site.kind != "functional":
         inside = " inside a larger forward" if site.kind == "inlined" else ""
         return f"hand-written{inside}: not identified"

@@ -39,8 +39,8 @@ CONVENTIONS = {"llama": "llama", "t5": "t5", "gemma": "gemma", "before": "torch"
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 HALF = (torch.float16, torch.bfloat16)
 SCRIPTED = (
-    "is scripted or traced: accelerate the model before torch.jit.trace; torch.jit.script cannot compile layers of "
-    "normscope.nn"
+    "is scripted or traced, and torch.jit runs torch's code in place of normscope.nn's: accelerate the model it was "
+    "made from, and run that, or what torch.compile or torch.export makes of it"
 )
 
 
