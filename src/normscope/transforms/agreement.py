@@ -90,12 +90,10 @@ def _reservations(agreement: Agreement, outputs: list[Tensor]) -> list[str]:
     infinite = values - sum(int(t.isfinite().sum()) for t in outputs)
     notes = []
     if not any(bool((t.isfinite() & (t != 0)).any()) for t in outputs):
-        what = (
-            "is not finite" if infinite == values else "is zero" if not infinite else "is zero or not finite"
-        )
+        what = "not finite" if infinite == values else "zero or not finite" if infinite else "zero"
         notes.append(
-            f"{agreement.mode}: cannot tell, every output of the original {what}; give a sample and weights that come "
-            "to something"
+            f"{agreement.mode}: cannot tell, every output of the original is {what if values else 'empty'}; give a "
+            "sample and weights that come to something"
         )
     elif infinite:
         notes.append(f"{agreement.mode}: {infinite} of {values} output values are not finite and say little")
