@@ -410,3 +410,77 @@ def test_segments_apart_in_memory(where):
     assert found.keys() == expected.keys()
     for name in found:
         assert error(found[name], expected[name].double().numpy()) <= 2 * ROOM[torch.float32]
+
+
+# ---- sums of many terms of one size
+
+# Of equal terms, one added to a sum of many is rounded the same way each time: errors add up, where those of random
+# terms cancel. This is what is promised of float32.
+PROMISED = 1e-6
+
+# Sets of all but the first axis, and of channels; the last two axes are pieces, apart in memory once cropped.
+WHOLE = NormSpec("b c h w -> b", weight="c h w", bias="c h w")
+WHOLE_RMS = NormSpec("b c h w -> b", weight="c h w", bias="c h w", scale="rms", center=False)
+PIECES = [(2000, 2), (700, 3), (256, 8), (300, 24), (200, 49), (60, 100), (2, 4000)]
+
+
+def of_one_size(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Terms of a size that is no power of two, so that sums of them are rounded; pieces of the last axis are apart."""
+    size, shape = float(torch.rand(()) * 3 + 0.3), (*shape[:-1], shape[-1] + 1)
+    some = (torch.rand(shape) > 0.5).float()
+    terms = {"equal": torch.ones(shape), "of either sign": 2 * some - 1, "or zero": some}[kind]
+    return (size * terms)[..., 1:]
+
+
+@pytest.mark.parametrize("pieces", PIECES, ids=str)
+@pytest.mark.parametrize("kind", ["equal", "of either sign", "or zero"])
+@pytest.mark.parametrize(
+    "spec", [WHOLE, WHOLE_RMS, BATCH, INSTANCE], ids=["layer", "rms", "batch", "instance"]
+)
+def test_short_pieces_of_equal_terms_are_not_added_up_in_one_lane(spec, kind, pieces):
+    shape = (2, 3, *pieces)
+    for seed in range(3):
+        p = problem(spec, shape, torch.float32)
+        torch.manual_seed(seed)
+        check(p._replace(x=of_one_size(kind, shape), dy=of_one_size("of either sign", shape)), PROMISED)
+
+
+@pytest.mark.parametrize("pieces", PIECES, ids=str)
+@pytest.mark.parametrize("kind", ["of either sign", "or zero"])
+def test_gradients_of_parameters_from_short_pieces_of_equal_terms(kind, pieces):
+    shape = (2, 3, *pieces)
+    for seed in range(3):
+        p = problem(BATCH, shape, torch.float32)
+        torch.manual_seed(seed)
+        p = p._replace(x=of_one_size(kind, shape), dy=of_one_size("equal", shape))
+        found, expected = all_of(p), truth(p)
+        assert error(found["dbias"], expected["dbias"]) <= PROMISED
+        # dy xhat of one sign, by dy that follows x
+        p = p._replace(dy=p.x)
+        found, expected = all_of(p), truth(p)
+        assert error(found["dweight"], expected["dweight"]) <= PROMISED
+
+
+def test_overlapping_pieces_of_a_view():
+    x = torch.randn(700).as_strided((1, 500, 3), (0, 1, 1))
+    spec = NormSpec("b l d -> b", weight="l d", bias="l d")
+    p = problem(spec, (1, 500, 3), torch.float32)
+    check(p._replace(x=x), ROOM[torch.float32])
+
+
+@pytest.mark.parametrize("kind", ["equal", "of either sign", "or zero"])
+@pytest.mark.parametrize("spec", [LAYER, RMS], ids=["layer", "rms"])
+def test_a_long_row_of_equal_terms(spec, kind):
+    for length in (4096, 99_999, 1_000_000):
+        p = problem(spec, (1, length), torch.float32)
+        x, dy = of_one_size(kind, (1, length)), of_one_size("of either sign", (1, length))
+        check(p._replace(x=x.contiguous(), dy=dy.contiguous()), PROMISED)
+
+
+@pytest.mark.parametrize("sets", [16, 31, 64, 100, 3000])
+@pytest.mark.parametrize("spec", [LAYER, GROUP], ids=["layer", "group"])
+def test_gradients_of_parameters_that_many_sets_share(spec, sets):
+    p = problem(spec, (sets, 6), torch.float32)
+    for dy in (0.7, 1 / 3, 2.9):
+        p = p._replace(dy=torch.full((sets, 6), dy))
+        assert error(all_of(p)["dbias"], truth(p)["dbias"]) <= ROOM[torch.float32]

@@ -121,7 +121,6 @@ class OneFactor : RowsBackward<T, F> {
 // Rows gone through together; what they and their gradients take must stay in the cache.
 constexpr int kTogether = 4;
 constexpr int64_t kTogetherBytes = 1 << 20;
-constexpr int64_t kUses = 64;
 
 template <class T, Form F>
 class EachFactor : RowsBackward<T, F> {
@@ -199,21 +198,31 @@ class EachFactor : RowsBackward<T, F> {
     return false;
   }
 
-  // Sets in chunks, each with sums of its own for all parameters, added up in double in the order of chunks. No sum in
-  // compute values has more than kUses terms: a chunk has several where its sets use parameters more often.
+  // Whether all sets have the same parameters, and kTogether of them are one addition to the sums.
+  bool by_fours() const {
+    for (int i = 0; i < p.kept.n; ++i)
+      if (p.kept.loop[i].p) return false;
+    return together;
+  }
+
+  // Sets in chunks, each with sums of its own for all parameters, added up in double in the order of chunks. To no sum
+  // in compute values are added many more than kTerms: a chunk has several where its sets use parameters more often.
   int by_sets() {
-    const int64_t uses = p.elements / p.parameters, share = std::clamp<int64_t>(uses / 32, 16, kUses);
-    const int64_t a_chunk = ceil_div(p.sets, std::clamp<int64_t>(uses / share, 1, p.sets));
+    const bool fours = by_fours();
+    const int64_t most = kTerms * (fours ? kTogether : 1);
+    const int64_t uses = p.elements / p.parameters, share = std::clamp<int64_t>(uses / 32, kTerms, most);
+    const int64_t a_chunk = ceil_div(p.sets, std::min(ceil_div(uses, share), p.sets));
     const int64_t chunks = ceil_div(p.sets, a_chunk), size = parameters.runs.size();
     const bool again = repeats();
-    const int64_t sums = again ? a_chunk * cut.blocks / (kUses - kTogether) + 1 : 1;
+    const int64_t additions = cut.blocks * (fours ? a_chunk / kTogether + kTogether - 1 : a_chunk);
+    const int64_t sums = again ? additions / (kTerms - kTogether + 2) + 1 : 1;  // at most kTogether - 1 at once
     Scratch memory(sizeof(C) * size * kinds() * chunks * sums);
     if (!memory) return NS_NO_MEMORY;
     C *partial = memory.as<C>();
     parallel_for(chunks, threads, [&](int64_t chunk) {
       C *dweight = partial + chunk * sums * size * kinds(), *dbias = dweight + size;
       std::memset(static_cast<void *>(dweight), 0, sizeof(C) * size * kinds() * sums);
-      int64_t used = 0;
+      int64_t added = 0;
       const int64_t end = std::min(p.sets, (chunk + 1) * a_chunk);
       for (int64_t i = chunk * a_chunk; i < end;) {
         Offset set[kTogether];
@@ -228,7 +237,9 @@ class EachFactor : RowsBackward<T, F> {
         const bool more = far && n == kTogether && i + 2 * kTogether <= end;
         for (int j = 0; more && j < kTogether; ++j) next[j] = p.kept.at(i + kTogether + j);
         for (int64_t b = cut.blocks; b-- > 0;) {
-          if (again && (used += n) > kUses) used = n, dweight += size * kinds(), dbias += size * kinds();
+          const int64_t more_added = n == kTogether ? 1 : n;
+          if (again && (added += more_added) > kTerms)
+            added = more_added, dweight += size * kinds(), dbias += size * kinds();
           const Block block_ = cut.at(b);
           const int64_t at = parameters.runs.at(set[0].p + p.erased.at(block_.first).p + block_.begin);
           if (n == kTogether) {

@@ -58,14 +58,17 @@ NS_ONE_COPY Moments block_moments(const Problem &p, const Source<T> &x, const Of
   for (int trial = 0;; ++trial) {
     Accumulator<T> sum, squares;
     const auto level = spread<L>(shift);
-    for (int64_t k = b.first; k < b.last; ++k) {
-      const T *row = x.at(set, p.erased.at(k)) + b.begin;
-      sweep<T>(b.size, [&](int64_t i, auto span, auto slot) {
-        auto v = span.load(row + i, shift);
-        if constexpr (Center) v = v - level, sum.part[slot] = sum.part[slot] + v;
-        squares.part[slot] = multiply_add(v, v, squares.part[slot]);
-      });
-    }
+    sweep_lines<T>(
+        b.first, b.last, b.size, [&](int64_t k) { return x.at(set, p.erased.at(k)) + b.begin; },
+        [&](const T *row, int64_t i, auto span, auto slot) {
+          auto v = span.load(row + i, shift);
+          if constexpr (Center) v = v - level, sum.part[slot] = sum.part[slot] + v;
+          squares.part[slot] = multiply_add(v, v, squares.part[slot]);
+        },
+        [&] {
+          if constexpr (Center) sum.fold();
+          squares.fold();
+        });
     m.squares = squares.total();
     if constexpr (!Center) return m;
     const double total = sum.total(), mean = total / m.n, off = mean * total;

@@ -50,17 +50,17 @@ Sums sums_of(int64_t first, int64_t last, int64_t n, const Scale<typename Lanes<
              const typename Lanes<T>::C *factor, At &&at) {
   using L = Lanes<T>;
   Accumulator<T> one, two;
-  for (int64_t k = first; k < last; ++k) {
-    const Line<T> line = at(k);
-    sweep<T>(n, [&](int64_t i, auto span, auto slot) {
-      // Beyond the end dy is 0 and x the mean, so that xhat is finite there.
-      const auto xhat = normalized<T, F>(span.load(line.x + i, s.high), s);
-      auto g = span.load(line.dy + i, 0);
-      if constexpr (Each) g = g * load_lanes<L>(factor + i);
-      one.part[slot] = one.part[slot] + g;
-      two.part[slot] = multiply_add(g, xhat, two.part[slot]);
-    });
-  }
+  sweep_lines<T>(
+      first, last, n, at,
+      [&](const Line<T> &line, int64_t i, auto span, auto slot) {
+        // Beyond the end dy is 0 and x the mean, so that xhat is finite there.
+        const auto xhat = normalized<T, F>(span.load(line.x + i, s.high), s);
+        auto g = span.load(line.dy + i, 0);
+        if constexpr (Each) g = g * load_lanes<L>(factor + i);
+        one.part[slot] = one.part[slot] + g;
+        two.part[slot] = multiply_add(g, xhat, two.part[slot]);
+      },
+      [&] { one.fold(), two.fold(); });
   return {one.total(), two.total()};
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <type_traits>
 
@@ -16,7 +17,8 @@
 
 namespace ns {
 
-constexpr int64_t kBlock = 2048;    // elements summed in compute precision before double takes over: 32 of them a lane
+constexpr int64_t kBlock = 2048;    // elements whose sums are merged with those of others
+constexpr int64_t kTerms = 16;      // added one after another in compute precision, then double takes over
 constexpr int64_t kSerial = 65536;  // fewer elements than this, 10 to 15 us of work, are not worth waking a second thread
 
 // Two copies of one expression, inlined at two places, may be contracted to other fused operations and so differ in
@@ -123,15 +125,47 @@ NS_INLINE typename L::P spread(typename L::C v) {
   return {typename L::V{} + v, typename L::V{} + v};
 }
 
-// Sums over elements: two packs of accumulators, so that an addition need not wait for the one before.
+// Sums over elements: two packs of accumulators, so that an addition need not wait for the one before. Of equal terms,
+// one added to a sum of many is rounded the same way each time: after kTerms, what has come together goes to double.
 template <class T>
 struct Accumulator {
   typename Lanes<T>::P part[2] = {};
-  double total() const {
+  f64x8 folded = {};
+  NS_INLINE void fold() {
     const auto both = part[0] + part[1];
-    return sum_lanes(both.a + both.b);
+    const auto sum = both.a + both.b;
+    if constexpr (sizeof(sum[0]) == 4) {
+      using f32x8 = float __attribute__((vector_size(32)));
+      f32x8 half[2];
+      std::memcpy(half, &sum, sizeof sum);
+      folded = folded + (__builtin_convertvector(half[0], f64x8) + __builtin_convertvector(half[1], f64x8));
+    } else {
+      folded = folded + sum;
+    }
+    part[0] = part[1] = typename Lanes<T>::P{};
   }
+  double total() const { return sum_lanes(folded); }
 };
+
+// step(line, i, span, slot), as in a sweep over n elements, for each of the lines at(k), and fold() after every kTerms
+// steps of a slot: a line may have more than those, or be one of many short ones.
+template <class T, class At, class Step, class Fold>
+NS_INLINE void sweep_lines(int64_t first, int64_t last, int64_t n, At &&at, Step &&step, Fold &&fold) {
+  constexpr int64_t both = 2 * Lanes<T>::kPack, most = kTerms * both;
+  // A division takes as long as a short line.
+  const int64_t lines = last - first == 1 || 2 * n > most ? 1 : int(kTerms) / int(ceil_div(n, both));
+  for (int64_t some = first; some < last; some += lines) {
+    const int64_t end = std::min(some + lines, last);
+    for (int64_t begin = 0; begin < n; begin += most) {
+      for (int64_t k = some; k < end; ++k) {
+        const auto line = at(k);
+        sweep<T>(std::min(most, n - begin),
+                 [&](int64_t i, auto span, auto slot) { step(line, begin + i, span, slot); });
+      }
+      fold();
+    }
+  }
+}
 
 // f(std::true_type) or f(std::false_type): a flag of the call becomes one of the compiler.
 template <class F>
