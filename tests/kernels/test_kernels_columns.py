@@ -294,6 +294,53 @@ def test_values_below_the_normal_range_are_not_flushed():
     assert error(forward(p)[0], ((x - x.mean(0)) * 2.0**100 / 1e-5**0.5).numpy()) <= ROOM[torch.float32]
 
 
+# Sets finished by one task, in chunks, folded with a rest, in groups, in groups folded, with parameters along lines.
+RANGES = (
+    "finished by one task",
+    "chunks",
+    "folded",
+    "groups",
+    "groups folded",
+    "parameters along lines, parts",
+    "not centered, folded",
+)
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("scale", "eps"), [(1e20, 1e-5), (1e-21, 1e-44)], ids=["large", "small"])
+def test_columns_whose_squares_leave_the_range_of_float32(scale, eps, dtype, name):
+    spec, shape = CASES[name]
+    p = problem(spec.replace(eps=eps), shape, dtype)
+    p = p._replace(x=(p.x.double() * scale).to(dtype))
+    found, expected = all_of(p), truth(p)
+    for part in ("y", "dx"):
+        assert error(found[part], expected[part]) <= ROOM[dtype], part
+    if "dweight" in found:
+        uses = (p.x.numel() / found["dweight"].numel()) ** 0.5
+        assert error(found["dweight"], expected["dweight"], uses) <= ROOM[dtype]
+
+
+@pytest.mark.parametrize("spec", [BATCH, GROUP], ids=str)
+def test_one_value_whose_square_is_infinite_among_others_in_columns(spec):
+    p = problem(spec, (3, 20, 5, 5), torch.float32)
+    p.x[0, 7, 2, 2] = 1e20
+    y, stats = forward(p)
+    expected = truth(p)
+    assert error(y, expected["y"]) <= ROOM[torch.float32]
+    assert stats.isfinite().all()
+    assert error(gradients(p, stats, DX)[0], expected["dx"]) <= ROOM[torch.float32]
+
+
+def test_equal_values_whose_squares_are_below_float32_give_the_bias_in_columns():
+    for spec in (BATCH, GROUP):
+        p = problem(spec.replace(eps=1e-44), (3, 20, 5, 5), torch.float32)
+        assert p.bias is not None
+        y, stats = forward(p._replace(x=torch.full_like(p.x, 3.3e-21)))
+        assert torch.equal(y, p.bias.view(-1, 1, 1).expand_as(y))
+        assert torch.equal(stats[2], torch.zeros_like(stats[2]))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(DTYPES),

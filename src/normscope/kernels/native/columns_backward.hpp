@@ -11,13 +11,15 @@
 namespace ns {
 namespace columns {
 
-// One value a column: dx = dy * slope + (x - mean) * curve + level. Before the sums over lines are known, slope and level
-// are scale and shift of xhat.
+// One value a column: dx = (dy * slope + (x - mean) * curve + level) * inverse, which needs no square of the inverse, that
+// would leave the range of float first; by stored statistics dx = dy * slope. Before the sums over lines are known, slope
+// and level are scale and shift of xhat.
 template <class T>
 struct Slopes {
-  Compute<T> *mean, *slope, *curve, *level;
+  static constexpr int64_t n = 5;
+  Compute<T> *mean, *slope, *curve, *level, *inverse;
   static Slopes in(Compute<T> *memory, int64_t pitch) {
-    return {memory, memory + pitch, memory + 2 * pitch, memory + 3 * pitch};
+    return {memory, memory + pitch, memory + 2 * pitch, memory + 3 * pitch, memory + 4 * pitch};
   }
 };
 
@@ -131,17 +133,18 @@ struct Backward {
       } else {
         each_slot(x, s, [&](int64_t i, int64_t set) { of_g[set] += sums.sum[i], of_gx[set] += sums.product[i]; });
       }
-      const double center = x.r.center ? 1 / x.r.n : 0;
+      const double center = x.r.center ? 1 / x.r.n : 0, divisor = x.r.divisor;
       for (int64_t i = 0; i < n; ++i) {
-        const double inverse = sets.inverse[i], k = sets.motion[i] * of_gx[i] / x.r.divisor;
-        const double curve = -inverse * inverse * k;
-        of_g[i] = -inverse * (center ? of_g[i] * center : 0) - curve * double(sets.low[i]);
+        const double curve = -sets.inverse[i] * (sets.motion[i] * of_gx[i] / divisor);
+        of_g[i] = -(center ? of_g[i] * center : 0) - curve * double(sets.low[i]);
         of_gx[i] = curve;
       }
       each_slot(x, s, [&](int64_t i, int64_t set) { by.level[i] = C(of_g[set]), by.curve[i] = C(of_gx[set]); });
-    }
-    if (factor)
+      each_slot(x, s, [&](int64_t i, int64_t set) { by.inverse[i] = C(sets.inverse[set]); });
+      for (int64_t i = 0; i < s.padded; ++i) by.slope[i] = factor ? factor[i] : C(1);
+    } else if (factor) {
       each_slot(x, s, [&](int64_t i, int64_t set) { by.slope[i] = C(sets.inverse[set] * double(factor[i])); });
+    }
     // What is centered alone is always 0: not what rounding leaves of a difference of large values.
     if (own && x.r.center && x.r.n == 1)
       for (int64_t i = 0; i < s.padded; ++i) by.slope[i] *= 0, by.curve[i] *= 0, by.level[i] *= 0;
@@ -156,7 +159,8 @@ struct Backward {
             return;
           }
           with_stream<T>(stream, [&](auto streaming) {
-            apply_back<T, streaming.value, with_sum.value>(lines, by.mean, by.slope, by.curve, by.level, factors);
+            apply_back<T, streaming.value, with_sum.value>(lines, by.mean, by.slope, by.curve, by.level, by.inverse,
+                                                           factors);
           });
         });
       };
@@ -217,9 +221,9 @@ int backward_near(const Backward<T> &b) {
     const int64_t tile = task % p.tiles, part = task / p.tiles, family = part / p.groups, group = part % p.groups;
     const Span s = p.span(tile);
     const int64_t n = x.sets(s);
-    Arrays memory(6 * s.padded * sizeof(C) + 2 * s.padded * 8 + Sets<T>::bytes(n) + 2 * n * 8 + 4 * 64);
+    Arrays memory((Slopes<T>::n + 2) * s.padded * sizeof(C) + 2 * s.padded * 8 + Sets<T>::bytes(n) + 2 * n * 8 + 4 * 64);
     if (!memory) return NS_NO_MEMORY;
-    const Slopes<T> by = Slopes<T>::in(memory.take<C>(4 * s.padded), s.padded);
+    const Slopes<T> by = Slopes<T>::in(memory.take<C>(Slopes<T>::n * s.padded), s.padded);
     C *work = memory.take<C>(2 * s.padded);
     const Products products = Products::in(memory.take<double>(2 * s.padded), s.padded);
     double *set_sums = memory.take<double>(2 * n);
@@ -253,15 +257,16 @@ int backward_far(const Backward<T> &b) {
   const Context<T> &x = b.x;
   const Plan &p = x.p;
   const int64_t tasks = p.outer * p.chunks * p.tiles, pitch = 2 * p.padded;
-  Arrays memory((b.sums() ? p.outer * p.chunks * pitch * 8 : 0) + p.outer * 4 * p.padded * int64_t(sizeof(C)) + 128);
+  const int64_t arrays_of_one = Slopes<T>::n * p.padded;
+  Arrays memory((b.sums() ? p.outer * p.chunks * pitch * 8 : 0) + p.outer * arrays_of_one * int64_t(sizeof(C)) + 128);
   if (!memory) return NS_NO_MEMORY;
   double *sums = memory.take<double>(b.sums() ? p.outer * p.chunks * pitch : 0);
-  C *arrays = memory.take<C>(p.outer * 4 * p.padded);
+  C *arrays = memory.take<C>(p.outer * arrays_of_one);
   const auto products = [&](int64_t outer, int64_t k, const Span &s) {
     return Products::in(sums + (outer * p.chunks + k) * pitch + s.begin, p.padded);
   };
   const auto slopes = [&](int64_t outer, const Span &s) {
-    return Slopes<T>::in(arrays + outer * 4 * p.padded + s.begin, p.padded);
+    return Slopes<T>::in(arrays + outer * arrays_of_one + s.begin, p.padded);
   };
   const auto end = [&](int64_t k) { return std::min((k + 1) * p.chunk, p.lines); };
   // body(outer position, span, sets, two doubles a set) for spans that hold whole sets.

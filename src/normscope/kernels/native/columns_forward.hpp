@@ -96,7 +96,7 @@ template <class T>
 void finish(const Context<T> &x, int64_t outer, const Offset &at, const Span &s, const Moments *m, Sets<T> &sets,
             const Affine<T> &by) {
   if (m) {
-    join_columns(x, s, *m, (const T *)x.c.x + at.x + x.p.rest_at().x, sets);
+    join_columns(x, s, *m, (const T *)x.c.x + at.x, sets);
     put_statistics(x, at, s, sets);
   } else {
     get_stored(x, at, s, sets);

@@ -252,18 +252,20 @@ void add_products_elements(const BackStretch<T> &at, const Compute<T> *mean, con
   }
 }
 
-// dx = dy * slope + (x - mean) * curve + level + dsum, dy given its factor first by factors(line, column, dy).
+// dx = (dy * slope + (x - mean) * curve + level) * inverse + dsum, dy given its factor first by factors(line, column, dy).
 template <class T, bool Stream, bool Sum, class F>
 void apply_back(const BackStretch<T> &at, const Compute<T> *mean, const Compute<T> *slope, const Compute<T> *curve,
-                const Compute<T> *level, F &&factors) {
+                const Compute<T> *level, const Compute<T> *inverse, F &&factors) {
   several_lines(at.lines, [&](int64_t l, auto n) {
     each_pack<T>(at.width, [&](int64_t j, auto part) {
       const PackOf<T> m = get<T>(mean + j), a = get<T>(slope + j), b = get<T>(curve + j), c = get<T>(level + j);
+      const PackOf<T> r = get<T>(inverse + j);
       for (int i = 0; i < n.n; ++i) {
         const PackOf<T> g = factors(l + i, j, read(at.dy + (l + i) * at.y_stride + j, part));
         PackOf<T> d = multiply_add(read(at.x + (l + i) * at.x_stride + j, part) - m, b, c);
-        if constexpr (Sum) d = d + read(at.dsum + (l + i) * at.y_stride + j, part);
-        write<Stream>(at.dx + (l + i) * at.y_stride + j, multiply_add(g, a, d), part);
+        d = multiply_add(g, a, d);
+        d = Sum ? multiply_add(d, r, read(at.dsum + (l + i) * at.y_stride + j, part)) : d * r;
+        write<Stream>(at.dx + (l + i) * at.y_stride + j, d, part);
       }
     });
   });

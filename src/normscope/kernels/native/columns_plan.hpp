@@ -99,9 +99,15 @@ struct Plan {
   // f(column, its set, its parameter, to which outer position and line add).
   template <class F>
   NS_INLINE void each_column(F &&f) const {
-    for (int64_t k = 0, j = 0; k < fold; ++k)
+    for (int64_t k = 0, j = 0; k < fold; ++k) {
+      if (p.merge == 1 && p.group_p == 1) {  // the usual loop, so plain that it becomes one of vectors
+        for (int64_t set = 0; set < sets; ++set) f(j + set, set, set);
+        j += sets;
+        continue;
+      }
       for (int64_t set = 0; set < sets; ++set)
         for (int64_t i = 0; i < p.merge; ++i, ++j) f(j, set, set * p.group_p + i * p.inner_p);
+    }
   }
 
   // The first outer position of a group of a family, and where the group ends.

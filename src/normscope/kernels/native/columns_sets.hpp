@@ -21,6 +21,7 @@ using Span = Plan::Span;
 template <class T>
 NS_INLINE int64_t slot(int64_t column) {
   constexpr int64_t pack = Lanes<T>::kPack;
+  if constexpr (!Lanes<T>::kSplit) return column;
   return column / pack * pack + lane_of<T>(int(column % pack));
 }
 
@@ -117,9 +118,18 @@ struct Context {
     const int64_t at = p.p.kept.at(family * p.per_family).p;
     C *factor = factors + family * parameters(), *bias = biases + family * parameters();
     std::fill(factor, factor + parameters(), C(0)), std::fill(bias, bias + parameters(), C(0));
-    each_parameter([&](int64_t i, int64_t parameter) {
-      factor[i] = factor_at<C>(c, r, at + parameter);
-      bias[i] = bias_at<C>(c, at + parameter);
+    if (c.weight) {
+      as_dtype(c.weight, c.weight_dtype, [&](auto *weight) { convert(weight + at, r.offset, r.gain, factor); });
+    } else {
+      each_parameter([&, gain = C(r.gain)](int64_t i, int64_t) { factor[i] = gain; });
+    }
+    if (c.bias) as_dtype(c.bias, c.weight_dtype, [&](auto *given) { convert(given + at, 0, 1, bias); });
+  }
+
+  template <class W>
+  void convert(const W *from, double offset, double gain, C *to) const {
+    each_parameter([=](int64_t i, int64_t parameter) {
+      to[i] = C((offset + double(Lanes<W>::value(from[parameter]))) * gain);
     });
   }
 };
@@ -213,11 +223,39 @@ struct Sets {
   }
 };
 
-// From the moments of all lines of a span; `rest` is where the rest of the lines starts. Leaves roots in `motion`.
+// The mean of a set and its sum of squares by a plain loop in double, for what leaves the range of float. `from` is the
+// outer position, and `set` counts from there. About the first value, then about the mean: no digits are lost, and of
+// equal values the mean is exact.
 template <class T>
-void join_columns(const Context<T> &x, const Span &s, const Moments &m, const T *rest, Sets<T> &sets) {
+double wide_moments(const Context<T> &x, const T *from, int64_t set, Sets<T> &sets, int64_t place) {
   const Plan &p = x.p;
+  const auto each = [&](auto &&f) {
+    for (int64_t k = 0; k < p.fold; ++k)
+      for (int64_t i = 0; i < p.p.merge; ++i) {
+        const int64_t j = k * (p.columns / p.fold) + set * p.p.merge + i;
+        p.stretches(0, p.lines, [&](const Offset &o, int64_t, int64_t n, const Loop &loop) {
+          for (int64_t l = 0; l < n; ++l) f(double(Lanes<T>::value(from[o.x + l * loop.x + j])));
+        });
+        if (j < p.rest) f(double(Lanes<T>::value(from[p.rest_at().x + j])));
+      }
+  };
+  double pivot = x.r.center ? double(Lanes<T>::value(from[set * p.p.merge])) : 0, delta = 0, squares = 0;
+  for (int pass = x.r.center ? 0 : 1; pass < 2; ++pass) {
+    pivot += delta, delta = squares = 0;
+    each([&](double v) { delta += v - pivot, squares += (v - pivot) * (v - pivot); });
+    delta = x.r.center ? delta / x.r.n : 0;
+  }
+  sets.mean(place, pivot, delta);
+  return squares - x.r.n * delta * delta;
+}
+
+// From the moments of all lines of a span; `from` is its outer position. Leaves roots in `motion`.
+template <class T>
+void join_columns(const Context<T> &x, const Span &s, const Moments &m, const T *from, Sets<T> &sets) {
+  const Plan &p = x.p;
+  const Recipe r = x.r;  // a copy, which no array can lie over: its loops become ones of vectors
   const double lines = double(p.lines);
+  const T *rest = from + p.rest_at().x;
   if (p.apart) {
     for (int64_t i = 0; i < s.padded; ++i) {
       if (x.r.center) {
@@ -259,11 +297,18 @@ void join_columns(const Context<T> &x, const Span &s, const Moments &m, const T 
     }
   }
   const int64_t n = x.sets(s);
-  for (int64_t i = 0; i < n; ++i) {
-    const double squares = sets.motion[i];
-    sets.motion[i] = x.r.root(squares < 0 ? 0 : squares);  // rounding; a NaN stays one
+  double *squares = sets.motion;
+  const auto not_negative = [](double v) { return v < 0 ? 0 : v; };  // by rounding; a NaN stays one
+  for (int64_t i = 0; i < n; ++i) squares[i] = not_negative(squares[i]);
+  if constexpr (sizeof(Compute<T>) == 4) {
+    for (int64_t set = 0; set < x.real_sets(s); ++set) {
+      double &of_set = squares[x.place(set)];
+      if (!r.fits_float(of_set))
+        of_set = not_negative(wide_moments(x, from, x.first_set(s) + set, sets, x.place(set)));
+    }
   }
-  for (int64_t i = 0; i < n; ++i) sets.inverse[i] = x.r.inverse(sets.motion[i]);
+  for (int64_t i = 0; i < n; ++i) sets.motion[i] = r.root(squares[i]);
+  for (int64_t i = 0; i < n; ++i) sets.inverse[i] = r.inverse(sets.motion[i]);
 }
 
 template <class T>
@@ -281,6 +326,7 @@ void put_statistics(const Context<T> &x, const Offset &at, const Span &s, const 
 template <class T>
 void get_statistics(const Context<T> &x, const Offset &at, const Span &s, Sets<T> &sets) {
   const Compute<T> *in = (const Compute<T> *)x.c.stats;
+  const Recipe r = x.r;
   const int64_t n = x.sets(s);
   for (int64_t i = 0; i < n; ++i) sets.high[i] = sets.low[i] = 0, sets.motion[i] = 0;
   if (x.r.center) {
@@ -289,19 +335,27 @@ void get_statistics(const Context<T> &x, const Offset &at, const Span &s, Sets<T
     in += 2 * x.p.p.sets;
   }
   x.each_set(at, s, [&](int64_t i, int64_t k) { sets.motion[i] = double(in[k]); });
-  for (int64_t i = 0; i < n; ++i) sets.inverse[i] = x.r.inverse(sets.motion[i]);
-  for (int64_t i = 0; i < n; ++i) sets.motion[i] = x.r.motion(sets.motion[i]);
+  for (int64_t i = 0; i < n; ++i) sets.inverse[i] = r.inverse(sets.motion[i]);
+  for (int64_t i = 0; i < n; ++i) sets.motion[i] = r.motion(sets.motion[i]);
   for (int64_t i = x.real_sets(s); i < n; ++i) sets.inverse[x.place(i)] = 0;  // beyond the columns: must not make a NaN
 }
 
 // The statistics that a call normalizes by, where they are not its own.
 template <class T>
 void get_stored(const Context<T> &x, const Offset &at, const Span &s, Sets<T> &sets) {
-  for (int64_t i = 0; i < x.sets(s); ++i) sets.mean(i, 0, 0), sets.inverse[i] = 0;
-  x.each_set(at, s, [&](int64_t i, int64_t k) {
-    if (x.r.center && x.c.mean) sets.mean(i, value_at(x.c.mean, x.c.stored_dtype, k), 0);
-    sets.inverse[i] = x.r.inverse_of_variance(value_at(x.c.var, x.c.stored_dtype, k));
-  });
+  const Recipe r = x.r;
+  const int64_t n = x.sets(s);
+  std::fill(sets.high, sets.high + n, Compute<T>(0)), std::fill(sets.low, sets.low + n, Compute<T>(0));
+  std::fill(sets.inverse, sets.inverse + n, 1.0);
+  const auto load = [&](const void *stored, auto &&f) {
+    as_dtype(stored, x.c.stored_dtype, [&](auto *in) {
+      x.each_set(at, s, [&](int64_t i, int64_t k) { f(i, Lanes<std::decay_t<decltype(*in)>>::value(in[k])); });
+    });
+  };
+  if (r.center && x.c.mean) load(x.c.mean, [&](int64_t i, double v) { sets.mean(i, v, 0); });
+  load(x.c.var, [&](int64_t i, double v) { sets.inverse[i] = v; });
+  for (int64_t i = 0; i < n; ++i) sets.inverse[i] = r.inverse_of_variance(sets.inverse[i]);
+  for (int64_t i = x.real_sets(s); i < n; ++i) sets.inverse[x.place(i)] = 0;  // beyond the columns: must not make a NaN
 }
 
 // f(slot, place of its set) for each slot of a span.

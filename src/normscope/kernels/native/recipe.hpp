@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "lower.hpp"
 #include "normscope.h"
@@ -28,6 +29,13 @@ struct Recipe {
         n(double(p.set_size)) {
     divisor = scale == NS_L2 ? 1 : scale == NS_STD ? n - double((c.options >> 8) & 255) : n;
     to_s2 = scale == NS_L2 ? 1 : n / divisor;
+  }
+
+  // Whether a sum of squares that was summed in float has lost nothing to float's range. Where eps drowns squares that are
+  // too small for it, they need no second look; a NaN is out of range.
+  bool fits_float(double squares) const {
+    const double least = eps_at == NS_VARIANCE && eps >= 1e-20 ? 0 : 1e-30;
+    return squares >= least * n && squares <= std::numeric_limits<double>::max();
   }
 
   // The stored root r of a sum of squares.
@@ -75,14 +83,15 @@ NS_INLINE void put_at(void *p, int dtype, int64_t i, double v) {
   }
 }
 
-// (offset + weight) * gain, in compute values; gain alone where there is no weight.
-template <class C>
-NS_INLINE C factor_at(const NsCall &c, const Recipe &r, int64_t i) {
-  return c.weight ? C((r.offset + value_at(c.weight, c.weight_dtype, i)) * r.gain) : C(r.gain);
-}
-template <class C>
-NS_INLINE C bias_at(const NsCall &c, int64_t i) {
-  return c.bias ? C(value_at(c.bias, c.weight_dtype, i)) : C(0);
+// f(the array as one of its dtype), so that loops over it need not ask for every value.
+template <class F>
+NS_INLINE void as_dtype(const void *p, int dtype, F &&f) {
+  switch (dtype) {
+    case NS_FLOAT32: f((const float *)p); return;
+    case NS_BFLOAT16: f((const BFloat16 *)p); return;
+    case NS_FLOAT16: f((const Float16 *)p); return;
+    default: f((const double *)p);
+  }
 }
 
 }  // namespace ns
