@@ -177,7 +177,12 @@ def test_a_change_of_what_is_needed_is_noticed():
     mean, var = torch.zeros(4).double(), torch.ones(4).double()
     c = call(spec, 3)
     y = dispatch.fixed(x, mean, var, weight, bias, c)
+    (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     dispatch.norm_running(x, weight, bias, mean, var, c, 0.1)
+    (found,) = torch.autograd.grad(y.sum(), x, retain_graph=True)  # by the statistics that y was made with
+    assert torch.equal(found, expected)
+    with torch.no_grad():
+        weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     out = torch.ones(SHAPE, dtype=torch.float64)
