@@ -15,8 +15,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -402,18 +400,6 @@ def _follows(call: Call) -> bool:
         known = averaged and kept[len(kept) - len(stored) :] == stored and call.spec.center
         call.derived["follows"] = known
     return bool(known)
-
-
-@constant
-def _at(spec: NormSpec, momentum: float) -> NormSpec:
-    """With this momentum, whatever it says of its own."""
-    return _replaced(spec, momentum)  # torch.compile looks into what lru_cache wraps, even where it is marked
-
-
-@lru_cache(maxsize=256)
-def _replaced(spec: NormSpec, momentum: float) -> NormSpec:
-    running = Running() if spec.running is None else spec.running
-    return spec.replace(running=replace(running, momentum=momentum, average="ema"))
 
 
 @constant
