@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from normscope.bench.timing import ATTEMPTS, BLOCK_CALLS, ROUNDS, alternate, rotated, undisturbed
+from normscope.bench.timing import ATTEMPTS, BLOCK_CALLS, FEWEST, ROUNDS, alternate, rotated, undisturbed
 
 
 class Clock:
@@ -130,6 +130,15 @@ def test_a_long_block_is_never_timed_again():
     always = iter(range(10**6)).__next__
     alternate({"copy": clock.contender("copy", 1)}, seconds=0.5, clock=clock, interrupted=always)
     assert len(clock.calls) == 2 + ROUNDS
+
+
+def test_of_calls_that_take_very_long_fewer_rounds_must_do():
+    clock = Clock()
+    costs = {"ours": 1, "eager": 20, "copy": 1}
+    contenders = {name: clock.contender(name, cost) for name, cost in costs.items()}
+    timing = alternate(contenders, seconds=0.5, clock=clock, interrupted=never)
+    assert timing.seconds == costs
+    assert timing.rounds == timing.kept == FEWEST
 
 
 def test_garbage_waits():

@@ -10,7 +10,7 @@ from normscope.bench import machine
 from normscope.bench.contenders import Compiler, runs
 from normscope.bench.networks import Model, compare
 from normscope.bench.operations import Case
-from normscope.bench.report import Report, Row
+from normscope.bench.report import ModelRow, Report, Row
 from normscope.bench.timing import alternate
 
 
@@ -22,21 +22,30 @@ def run(
     compiled: bool = True,
     allocator: str = "as the system sets it",
     progress: Callable[[str], None] = lambda _: None,
+    keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Measure each case forward and with backward for about ``seconds``, then each model.
 
-    ``allocator`` is written into the report; ``progress`` is called with what comes next.
+    ``allocator`` is written into the report; ``progress`` is called with what comes next, ``keep`` with the report so
+    far after each measurement: the whole takes long, and a run that is stopped should not be lost.
     """
     compiler = Compiler(compiled)
-    rows = []
+    here = machine.describe(allocator)
+    rows: list[Row] = []
+    whole: list[ModelRow] = []
+
+    def so_far() -> Report:
+        return Report(here, tuple(rows), tuple(whole), tuple(_notes(rows, compiler)))
+
     for case in cases:
         progress(str(case))
         rows.append(measure(case, compiler, seconds=seconds))
-    whole = []
+        keep(so_far())
     for model in models:
         progress(model.name)
         whole.append(compare(model, seconds=seconds))
-    return Report(machine.describe(allocator), tuple(rows), tuple(whole), tuple(_notes(rows, compiler)))
+        keep(so_far())
+    return so_far()
 
 
 def measure(case: Case, compiler: Compiler, *, seconds: float) -> Row:

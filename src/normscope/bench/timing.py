@@ -38,6 +38,8 @@ SLICE, ATTEMPTS = 4e-3, 8
 """seconds that a scheduler lets one program run, about: a shorter block can be had in one piece / tries at that"""
 ROUNDS, PATIENCE = 7, 3
 """rounds that are kept at least / times the wanted seconds after which fewer must do"""
+FEWEST, SLOW = 3, 40.0
+"""rounds that must do after so many seconds of one measurement: some contenders take seconds a call"""
 
 
 def interruptions() -> int:
@@ -101,6 +103,8 @@ def undisturbed(rounds: Sequence[Mapping[str, float]]) -> list[Mapping[str, floa
 
 
 def _enough(rounds: Sequence[Mapping[str, float]], spent: float, wanted: float) -> bool:
+    if len(rounds) >= FEWEST and spent >= max(SLOW, PATIENCE * wanted):
+        return True
     if len(rounds) < ROUNDS or spent < wanted:
         return False
     return spent >= PATIENCE * wanted or len(undisturbed(rounds)) >= ROUNDS

@@ -28,7 +28,10 @@ def command(
         False, "--quick", help="Small inputs, short measurements, nothing compiled: some seconds."
     ),
     json: str | None = typer.Option(
-        None, "--json", metavar="FILE", help="Write all numbers there; - writes them instead of the table."
+        None,
+        "--json",
+        metavar="FILE",
+        help="All numbers, written as they come; - writes them instead of the table.",
     ),
     compiled: bool | None = typer.Option(
         None, "--compiled/--no-compiled", help="Measure torch.compile too; seconds more for every input."
@@ -67,6 +70,12 @@ def command(
     if json is not None and not (parent := Path(json).parent).is_dir():
         raise BadInput(f"--json {json}: there is no directory {parent}")
     out = streams.claim()  # compilers print what they like
+    file = None if json in (None, "-") else Path(json)
+
+    def keep(report: bench.Report) -> None:
+        if file is not None:
+            file.write_text(report.to_json() + "\n", encoding="utf-8")
+
     if threads is not None:
         torch.set_num_threads(threads)
     with progress(len(cases) + len(whole)) as step:
@@ -77,13 +86,13 @@ def command(
             compiled=not quick if compiled is None else compiled,
             allocator=_tuned() if allocator else "as it is",
             progress=step,
+            keep=keep,
         )
     if json == "-":
         print(report.to_json(), file=out, flush=True)
         return 0
     print_report(report, Console(file=out, width=max(WIDTH, console(out).width), highlight=False))
-    if json is not None:
-        Path(json).write_text(report.to_json() + "\n", encoding="utf-8")
+    if file is not None:
         print(f"written: {json}", file=out)
     out.flush()
     return 0
