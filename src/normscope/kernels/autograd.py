@@ -21,8 +21,12 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 """of x, weight and bias"""
 
 
+Following = tuple[Tensor, Tensor, float, float]
+"""stored mean, stored variance, momentum, correction of the variance that is stored"""
+
+
 class Norm(Function):
-    """By the statistics of the input, which ``running``, (mean, var, momentum, correction), follow where given."""
+    """By the statistics of the input, which the stored ones of ``running`` follow where given."""
 
     @staticmethod
     def forward(
@@ -31,13 +35,9 @@ class Norm(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         recipe: Tensor,
-        running: tuple[Tensor, Tensor, float, float] | None,
+        running: Following | None,
     ) -> Tensor:
-        y: Tensor
-        y, stats = ops.norm(x, weight, bias, recipe)
-        if running is not None and x.numel():
-            mean, var, momentum, correction = running
-            ops.update_running(mean, var, stats, momentum, x.numel() / stats.shape[1], correction)
+        y, stats = followed(x, weight, bias, recipe, running)
         ctx.save_for_backward(x, stats, weight)
         ctx.recipe = recipe
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
@@ -118,6 +118,18 @@ class Fixed(Function):
             found = ops.fixed_backward(dy, x, mean, var, weight, ctx.recipe, want)
             dx, dweight, dbias = shaped(found, weight, ctx.bias, want)
         return dx, None, None, dweight, dbias, None
+
+
+def followed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, recipe: Tensor, running: Following | None
+) -> tuple[Tensor, Tensor]:
+    """The normalization and its statistics, which the stored ones now follow."""
+    y: Tensor
+    y, stats = ops.norm(x, weight, bias, recipe)
+    if running is not None and x.numel():
+        mean, var, momentum, correction = running
+        ops.update_running(mean, var, stats, momentum, x.numel() / stats.shape[1], correction)
+    return y, stats
 
 
 def _want(needed: tuple[bool, ...]) -> int:

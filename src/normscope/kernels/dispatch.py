@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from normscope.kernels import composite, library, ops
-from normscope.kernels.autograd import AddNorm, Fixed, Norm
+from normscope.kernels.autograd import AddNorm, Fixed, Norm, followed
 from normscope.kernels.elementary import HALF, constant
 from normscope.kernels.layout import (
     CENTER,
@@ -141,8 +141,15 @@ def norm_running(
     if recipe is None or not _follows(call):
         return _elsewhere_running(x, weight, bias, mean, var, call, momentum)
     running = call.spec.running
-    correction = 1.0 if running is None else float(running.correction)
-    y = apply_norm(x, weight, bias, recipe, (mean, var, float(momentum), correction))
+    state = mean, var, float(momentum), 1.0 if running is None else float(running.correction)
+    if is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        y = apply_norm(x, weight, bias, recipe, state)
+    else:
+        y = followed(x, weight, bias, recipe, state)[0]
     _changed(mean)
     _changed(var)
     return y
