@@ -1,0 +1,67 @@
+"""Functions of torch tensors, and torch modules as they are."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from normscope.identify.box import Array, Box, Boxed, is_shape, name_of, roundoff_of
+
+
+def adapt(fn: Any, example: Any) -> Box | None:
+    """A function or module called with tensors of the example's dtype and device.
+
+    A shape means float64 for a function, and a module's own dtype and device for a module. A function is called
+    with a tensor for a shape only where NumPy arrays do not suit it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not callable(fn):
+        return None
+    module = isinstance(fn, torch.nn.Module)
+    if is_shape(example):
+        shape = tuple(int(n) for n in example)
+        if not module and _takes_arrays(fn, shape):
+            return None
+        like = next((p for p in fn.parameters() if p.is_floating_point()), None) if module else None
+        example = torch.zeros(shape, dtype=torch.float64) if like is None else like.new_zeros(shape).detach()
+    if isinstance(example, np.ndarray) and module:
+        example = torch.as_tensor(example)
+    if not isinstance(example, torch.Tensor):
+        return None
+    dtype, device = example.dtype, example.device
+    roundoff = roundoff_of(str(dtype).removeprefix("torch."))
+    function = _from_one_state(fn) if module else fn
+
+    def call(x: Array) -> Any:
+        with torch.no_grad():
+            y = function(torch.tensor(x, dtype=dtype, device=device))
+        return y.detach().cpu().double().numpy() if isinstance(y, torch.Tensor) else y
+
+    name = f"{name_of(fn)}, on torch {str(dtype).removeprefix('torch.')}"
+    return Boxed(name, roundoff, tuple(example.shape), call)
+
+
+def _takes_arrays(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
+    """Whether the function turns a NumPy array of this shape into a NumPy array."""
+    try:
+        with np.errstate(all="ignore"):
+            return isinstance(fn(np.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape)), np.ndarray)
+    except Exception:
+        return False
+
+
+def _from_one_state(module: Any) -> Callable[[Any], Any]:
+    """A copy of the module whose buffers are put back before each call; the module itself is never called."""
+    twin = copy.deepcopy(module)
+    saved = [(buffer, buffer.clone()) for buffer in twin.buffers()]
+
+    def call(x: Any) -> Any:
+        for buffer, value in saved:
+            buffer.copy_(value)
+        return twin(x)
+
+    return call
