@@ -32,21 +32,16 @@ class Box(Protocol):
     def roundoff(self) -> float:
         """unit roundoff of the arithmetic: 2**-53 for float64, 2**-24 for float32"""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """shape of the example"""
-
     def __call__(self, x: Array) -> Array:
         """One call. Raises what the callable raises, and BadInput where it returns no single real array."""
 
 
 @dataclass(frozen=True)
 class Boxed:
-    """A `Box` made of a name, a precision, an example's shape and a function from float64 arrays to arrays."""
+    """A `Box` made of a name, a precision and a function from float64 arrays to arrays."""
 
     name: str
     roundoff: float
-    shape: tuple[int, ...]
     function: Callable[[Array], Any]
 
     def __call__(self, x: Array) -> Array:
@@ -70,8 +65,8 @@ def box_of(fn: Any, example: Any) -> Box:
 
     Raises BadInput where the example has another dtype or is no array, or nobody can call ``fn``.
 
-    >>> box_of(np.tanh, (2, 3)).shape
-    (2, 3)
+    >>> box_of(np.tanh, (2, 3)).name
+    'function tanh, on NumPy float64'
     """
     if not callable(fn) and not hasattr(fn, "run"):
         raise BadInput(
@@ -85,6 +80,11 @@ def box_of(fn: Any, example: Any) -> Box:
         f"an example is a NumPy array, a tensor or a shape; got a {type(example).__name__}. "
         "Pass one input of the kind that the callable takes."
     )
+
+
+def shape_of(example: Any) -> tuple[int, ...]:
+    """Shape of an array, a tensor, or the shape itself."""
+    return tuple(int(n) for n in (example if is_shape(example) else example.shape))
 
 
 def is_shape(example: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,4 +22,4 @@ def adapt(fn: Any, example: Any) -> Box | None:
         with np.errstate(all="ignore"):  # 0/0 at a constant input is what is looked for
             return fn(x.astype(dtype))  # a copy: a callable that writes into its input hurts nobody
 
-    return Boxed(f"{name_of(fn)}, on NumPy {dtype.name}", roundoff, example.shape, call)
+    return Boxed(f"{name_of(fn)}, on NumPy {dtype.name}", roundoff, call)

@@ -42,7 +42,7 @@ def adapt(fn: Any, example: Any) -> Box | None:
         return y.detach().cpu().double().numpy() if isinstance(y, torch.Tensor) else y
 
     name = f"{name_of(fn)}, on torch {str(dtype).removeprefix('torch.')}"
-    return Boxed(name, roundoff, tuple(example.shape), call)
+    return Boxed(name, roundoff, call)
 
 
 def _takes_arrays(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
