@@ -42,6 +42,28 @@ class Neighbour:
     """name of the neighbouring site where the neighbour is itself a normalization"""
     transposed: bool = False
     """the weight has its input features first: a transposed convolution, or a matrix that was multiplied as it is"""
+    places: tuple[int | None, ...] = ()
+    """axis of the tensor at the site -> axis of this neighbour's own tensor; None where views between mixed it"""
+    weight_uses: int = 0
+    """how often the weight was read in the forward"""
+    padded: bool = False
+    """the operation fills in zeros: at a border, or (a transposed convolution) between the elements"""
+
+
+@dataclass(eq=False)
+class Join:
+    """A residual sum of a norm's input with what was made of its output: the end of a pre-norm block."""
+
+    path: str
+    """path of the module that adds"""
+    feeds: tuple[Neighbour, ...]
+    """what reads the sum"""
+    readers: int
+    """how many operations read the sum"""
+    ends: tuple[str, ...]
+    """kinds of what reads the sum, through pooling too: ``linear`` where a head begins"""
+    normalized_later: bool
+    """some normalization depends on the sum"""
 
 
 @dataclass(eq=False)
@@ -63,6 +85,8 @@ class Call:
     """batch | running | frozen | input, as it was in this forward"""
     fed_by: tuple[Neighbour, ...] = ()
     feeds: tuple[Neighbour, ...] = ()
+    join: Join | None = None
+    """where the site begins the branch of a pre-norm residual block: its end"""
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from normscope.doctor.tracing.fused import fused_norms
 from normscope.doctor.tracing.graph import Graph
 from normscope.doctor.tracing.neighbours import fed_by, feeds
 from normscope.doctor.tracing.paths import ModuleNames
+from normscope.doctor.tracing.stream import join
 from normscope.reading import UnknownNormalization, read
 from normscope.reading.base import qualified_name
 
@@ -154,6 +155,7 @@ def _follow(
     for order, (node, site, call) in enumerate(sorted(found, key=lambda item: item[0].number)):
         call.order, call.index = order, len(site.calls)
         call.fed_by, call.feeds = fed_by(node.inputs[0]), feeds(node.outputs[0])
+        call.join = join(node)
         if not site.calls and call.spec is not None:
             site.spec = call.spec
         site.calls.append(call)

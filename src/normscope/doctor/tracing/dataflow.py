@@ -59,6 +59,8 @@ class Node:
     weight: Tensor | None = None
     bias: Tensor | None = None
     transposed: bool = False
+    padded: bool = False
+    """a convolution that fills in zeros"""
 
     @property
     def mixes(self) -> bool:
@@ -257,6 +259,9 @@ def _weighted(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     if node.role == "conv":
         node.bias = node.inputs[2].held if len(node.inputs) > 2 else None
         node.transposed = "transpose" in node.op or (node.op == "conv" and len(args) > 6 and bool(args[6]))
+        padding = args[4] if len(args) > 4 else kwargs.get("padding", 0)
+        sizes = padding if isinstance(padding, (tuple, list)) else (padding,)
+        node.padded = node.transposed or any(size not in (0, "valid") for size in sizes)
 
 
 def _table_first(node: Node) -> bool:

@@ -14,12 +14,12 @@ Chain = tuple[tuple[Node, Axes], ...]
 
 def fed_by(value: Value) -> tuple[Neighbour, ...]:
     """What made ``value``, the input of a site."""
-    return tuple(_above(value, (), set()))
+    return tuple(_above(value, (), set(), tuple(range(len(value.shape)))))
 
 
 def feeds(value: Value) -> tuple[Neighbour, ...]:
     """What reads ``value``, the output of a site."""
-    return tuple(_below(value, (), set()))
+    return tuple(_below(value, (), set(), tuple(range(len(value.shape)))))
 
 
 def transparent(node: Node) -> bool:
@@ -28,7 +28,7 @@ def transparent(node: Node) -> bool:
     return node.role in ("view", "slice", "elementwise", "dropout") and not node.mixes
 
 
-def _above(value: Value, chain: Chain, seen: set[Value]) -> Iterator[Neighbour]:
+def _above(value: Value, chain: Chain, seen: set[Value], places: Axes) -> Iterator[Neighbour]:
     if value in seen:
         return
     seen.add(value)
@@ -40,15 +40,16 @@ def _above(value: Value, chain: Chain, seen: set[Value]) -> Iterator[Neighbour]:
     sources = _sources(node)
     if transparent(node) and sources:
         for source in sources:
-            yield from _above(source, (*chain, (node, node.axes_of(source))), seen)
+            axes = node.axes_of(source)
+            yield from _above(source, (*chain, (node, axes)), seen, tuple(up(axes, i) for i in places))
         return
     axis = value.features
     for _, axes in reversed(chain):
         axis = down(axes, axis)
-    yield _neighbour(node, chain, axis)
+    yield _neighbour(node, chain, axis, places)
 
 
-def _below(value: Value, chain: Chain, seen: set[Node]) -> Iterator[Neighbour]:
+def _below(value: Value, chain: Chain, seen: set[Node], places: Axes) -> Iterator[Neighbour]:
     if value.output:
         yield Neighbour("output", "output", "", through=_through(chain), dropout=_dropout(chain))
     for node in value.readers:
@@ -56,13 +57,14 @@ def _below(value: Value, chain: Chain, seen: set[Node]) -> Iterator[Neighbour]:
             continue
         seen.add(node)
         if transparent(node):
+            axes = node.axes_of(value)
             for made in node.outputs:
-                yield from _below(made, (*chain, (node, node.axes_of(value))), seen)
+                yield from _below(made, (*chain, (node, axes)), seen, tuple(down(axes, i) for i in places))
             continue
         axis = feature_axis_read(node, value)
         for _, axes in reversed(chain):
             axis = up(axes, axis)
-        yield _neighbour(node, chain, axis)
+        yield _neighbour(node, chain, axis, places)
 
 
 def _sources(node: Node) -> list[Value]:
@@ -74,7 +76,7 @@ def _sources(node: Node) -> list[Value]:
     return list(dict.fromkeys(whole or data))
 
 
-def _neighbour(node: Node, chain: Chain, axis: int | None) -> Neighbour:
+def _neighbour(node: Node, chain: Chain, axis: int | None, places: Axes) -> Neighbour:
     return Neighbour(
         kind="add" if node.mixes else node.role,
         op=node.op,
@@ -88,7 +90,22 @@ def _neighbour(node: Node, chain: Chain, axis: int | None) -> Neighbour:
         consumers=sum(consumers(made) for made in node.outputs),
         site=node.site,
         transposed=node.transposed,
+        places=places,
+        weight_uses=_weight_uses(node),
+        padded=node.padded,
     )
+
+
+def _weight_uses(node: Node) -> int:
+    """How many operations read the parameter that is the node's weight, as itself or as a view of it."""
+    value = next(
+        (value for value in node.inputs if node.weight is not None and value.held is node.weight), None
+    )
+    if value is None:
+        return 0
+    while value.node is not None and value.node.role == "view":
+        value = value.node.inputs[0]
+    return consumers(value)
 
 
 def consumers(value: Value) -> int:
