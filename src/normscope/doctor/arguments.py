@@ -127,6 +127,26 @@ def padding_mask(
     return tensor
 
 
+def state(value: Any) -> dict[str, torch.Tensor] | None:
+    """What a checkpoint holds, name -> tensor; what is no tensor is left out. None where there is none.
+
+    Raises:
+        BadInput: for anything but a mapping with tensors by name.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise BadInput(
+            f"state must be a mapping name -> tensor, such as torch.load(file, weights_only=True) gives; "
+            f"got {type(value).__name__}"
+        )
+    found = {key: t for key, t in value.items() if isinstance(key, str) and isinstance(t, torch.Tensor)}
+    if not found:
+        keys = ", ".join(map(repr, list(value)[:4])) or "nothing"
+        raise BadInput(f"state holds no tensor by name, only {keys}; pass the state dict itself")
+    return found
+
+
 def rule_codes(word: str, codes: Any, known: Iterable[str]) -> tuple[str, ...]:
     """Codes, or their beginnings, in capitals.
 

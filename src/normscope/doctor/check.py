@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ def check(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     mask: Any = None,
+    state: Mapping[str, torch.Tensor] | None = None,
     select: Sequence[str] | None = None,
     ignore: Sequence[str] | None = None,
     seed: int = 0,
@@ -53,6 +54,8 @@ def check(
             one, gradients are those of a fixed random projection of the output.
         optimizer: lets the rules on weight decay see its parameter groups. It is never stepped.
         mask: (B, L), True or 1 at valid positions; lets the padding rule run.
+        state: what the checkpoint that the model was loaded from holds, name -> tensor; lets a rule look for norms whose
+            statistics or parameters it lacks. It is read, never loaded.
         select, ignore: rule codes, or their beginnings (``"NS3"``), to run or to leave out.
         seed: of everything random in the check.
         dataset_size: number of samples in the training set, for rules about the last batch.
@@ -84,6 +87,7 @@ def check(
     step = progress or (lambda _: None)
     args, kwargs, batch_size = arguments.on_device(arguments.module(model), inputs)
     valid = arguments.padding_mask(mask, args, kwargs, batch_size)
+    held = arguments.state(state)
     with Session(model, seed=seed) as session:
         step("sites")
         sites = find(session, args, kwargs)
@@ -97,6 +101,7 @@ def check(
             loss_fn=loss_fn,
             optimizer=optimizer,
             mask=valid,
+            state=held,
             batch_size=batch_size,
             seed=seed,
             dataset_size=dataset_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ class Subject:
     optimizer: torch.optim.Optimizer | None = None
     mask: torch.Tensor | None = None
     """True at valid positions, (B, L)"""
+    state: Mapping[str, torch.Tensor] | None = None
+    """what the model's checkpoint holds, name -> tensor; None where none was given"""
     batch_size: int = 0
     """number of samples in the batch: size of axis 0 shared by the inputs; 0 without data"""
     inputs_dependent: str = ""
