@@ -54,8 +54,8 @@ def check(
             one, gradients are those of a fixed random projection of the output.
         optimizer: lets the rules on weight decay see its parameter groups. It is never stepped.
         mask: (B, L), True or 1 at valid positions; lets the padding rule run.
-        state: what the checkpoint that the model was loaded from holds, name -> tensor; lets a rule look for norms whose
-            statistics or parameters it lacks. It is read, never loaded.
+        state: what the model's checkpoint holds, name -> tensor; lets a rule look for norms whose statistics or
+            parameters it lacks. It is read, never loaded.
         select, ignore: rule codes, or their beginnings (``"NS3"``), to run or to leave out.
         seed: of everything random in the check.
         dataset_size: number of samples in the training set, for rules about the last batch.
