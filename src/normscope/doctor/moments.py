@@ -68,7 +68,15 @@ def sample_moments(event: Event, samples: int) -> SampleMoments | str:
 
     Returns:
         the moments, or the reason why there are none: samples that cannot be told apart, numbers that are not finite.
+        Made once a call, shared by all probes.
     """
+    if "sample_moments" not in event.extra:
+        event.extra["sample_moments"] = _sample_moments(event, samples)
+    found: SampleMoments | str = event.extra["sample_moments"]
+    return found
+
+
+def _sample_moments(event: Event, samples: int) -> SampleMoments | str:
     shape = tuple(event.input.shape)
     bound = event.spec.bind(shape)
     if bound.sample_dim is None:

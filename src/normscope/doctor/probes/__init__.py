@@ -27,6 +27,8 @@ class Probe:
     name: ClassVar[str]
     runs: ClassVar[tuple[str, ...]] = ()
     """names of the runs it listens to; with none, it needs no data and only ``finish`` is called"""
+    rides: ClassVar[bool] = False
+    """measures for the report's pictures, not for a rule: it takes part in every check and makes no run happen"""
 
     def start(self, subject: Subject) -> str | None:
         return None

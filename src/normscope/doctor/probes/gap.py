@@ -108,7 +108,7 @@ def _measure(order: int, site: Site, spec: NormSpec, calls: list[SampleMoments |
         return SiteGap(order, calls=len(calls), reason="no channel has a finite running variance above 0")
     eps = spec.eps or 0.0
     noise = _state_noise(site, spec, moments[0].mean.shape[1])
-    within = _within_samples(spec)
+    within = within_samples(spec)
     batch = _joined(moments)
     gap = difference(batch, mean, var, live, eps, noise, within)
     between, worst = None, 0
@@ -154,7 +154,7 @@ def _between(
     return result, worst
 
 
-def _within_samples(spec: NormSpec) -> bool:
+def within_samples(spec: NormSpec) -> bool:
     """Whether the stored variance is the mean of the variances within samples, as instance norm keeps it."""
     kept = spec.stats.partition("->")[2].split()
     return "b" in kept

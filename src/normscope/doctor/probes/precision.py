@@ -40,6 +40,8 @@ LARGEST_SET = 1_000_000
 """a larger set is not compared"""
 POINTS = 128
 """compared per set where stored statistics normalize, which treat each element alone; of 32 sets"""
+TOLD = 48
+"""sets whose errors are told one by one"""
 FAR = 30.0
 """|mean| / denominator from which cancellation, and not the arithmetic, is the first suspect"""
 
@@ -87,6 +89,8 @@ class Precision:
     constant_value: float
     beyond_output: bool
     """an exact output is larger than the largest number of the output's dtype"""
+    points: tuple[tuple[float, float, float], ...] = ()
+    """of at most ``TOLD`` sets that vary: |mean| / denominator, largest error, what is allowed at its place"""
 
     @property
     def explained(self) -> float:
@@ -175,7 +179,7 @@ def _hardness(event: Event, sets: Sets) -> Array:
         return np.abs(mean) / denominators(variance, event.spec, sets.eps)
 
 
-def _rows_spec(spec: NormSpec, eps: float, *, stored: bool) -> NormSpec:
+def rows_spec(spec: NormSpec, eps: float, *, stored: bool) -> NormSpec:
     """The same normalization of a table with one set a row, without gain and bias."""
     return spec.replace(
         stats="k n -> k",
@@ -197,7 +201,7 @@ def _precision(event: Event, sets: Sets, chosen: NDArray[np.int64], hardness: Ar
     points = slice(None, POINTS) if stored else slice(None)
     x, y = (sets.take(tensor, chosen, thinned=stored)[:, points] for tensor in (event.input, event.output))
     state = reference.RunningState(*_running(event, sets, chosen)) if stored else None
-    hat = reference.forward(x, _rows_spec(spec, sets.eps, stored=stored), running=state, training=not stored)
+    hat = reference.forward(x, rows_spec(spec, sets.eps, stored=stored), running=state, training=not stored)
     gain = sets.gain(event.tensors.get("weight"), chosen)[:, points]
     bias = sets.bias(event.tensors.get("bias"), chosen)[:, points]
     exact = gain * hat + bias
@@ -248,7 +252,17 @@ def _precision(event: Event, sets: Sets, chosen: NDArray[np.int64], hardness: Ar
         constant_set=sets.label(int(chosen[still.row])),
         constant_value=float(x[still.row, 0]),
         beyond_output=bool(np.abs(exact).max() > torch.finfo(event.output.dtype).max),
+        points=_points(hardness[chosen], error / unit, allowed / unit, varies),
     )
+
+
+def _points(
+    hardness: Array, error: Array, allowed: Array, rows: NDArray[np.bool_]
+) -> tuple[tuple[float, float, float], ...]:
+    some = np.flatnonzero(rows)[:TOLD]
+    at = error[some].argmax(1)
+    table = np.stack([hardness[some], error[some, at], allowed[some, at]], axis=1)
+    return tuple((float(a), float(b), float(c)) for a, b, c in table)
 
 
 @dataclass(frozen=True)
