@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -10,6 +12,11 @@ from normscope.cli import streams
 from normscope.cli.frame import FINDINGS, console, note, progress
 from normscope.errors import BadInput
 
+if TYPE_CHECKING:
+    from normscope.cli.settings import Settings
+    from normscope.doctor.baseline import Baseline
+
+WRITTEN = {"--html": "report.html", "--write-baseline": "normscope-baseline.json"}
 FORMATS = ("text", "json", "sarif", "github")
 HINT = (
     "what these need is given by --data FILE, with the keys inputs, targets and mask, or by a target that returns a "
@@ -50,6 +57,12 @@ def command(
     frozen_policy: str | None = typer.Option(
         None, "--frozen-policy", help="What you meant to freeze: statistics, affine or both."
     ),
+    baseline: Path | None = typer.Option(
+        None, "--baseline", metavar="FILE", help="Known findings, which do not count."
+    ),
+    write_baseline: Path | None = typer.Option(
+        None, "--write-baseline", metavar="FILE", help="Accept what is found now: write it to FILE."
+    ),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
 ) -> int:
     """Check every normalization of a model on your data; nothing in the model is changed.
@@ -61,6 +74,7 @@ def command(
     Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 the command or target is wrong.
     """
     from normscope.cli import settings
+    from normscope.doctor.baseline import Baseline
     from normscope.doctor.report import severity_rank
 
     defaults = settings.load()
@@ -68,14 +82,19 @@ def command(
     severity_rank(fail_on)
     if format_ not in FORMATS:
         raise BadInput(f"--format is one of {', '.join(FORMATS)}; got {format_!r}")
-    if html is not None:
-        _writable(html)
+    for option, file in (("--html", html), ("--write-baseline", write_baseline)):
+        if file is not None:
+            _writable(option, file)
+    known = _baseline(baseline, write_baseline, defaults)
     wanted = _codes("--select", select) or defaults.select
     unwanted = _codes("--ignore", ignore) or defaults.ignore
     out = streams.claim()
     with progress() as step:
         from normscope import targets
         from normscope.doctor.check import check
+        from normscope.doctor.suppress import suppress
+        from normscope.render.grouping import counted
+        from normscope.targets import imported
 
         loaded = targets.resolve(target, data=data, input_spec=input_, weights=weights)
         for said in loaded.notes:
@@ -97,6 +116,13 @@ def command(
             target=target,
             progress=step,
         )
+    if not report.source:
+        report = replace(report, source=imported.source_of(target))
+    if write_baseline is not None:
+        known = Baseline.of(suppress(report, defaults.ignore_site), known)
+        write_baseline.write_text(known.to_json() + "\n", encoding="utf-8")
+        note(f"{write_baseline} accepts {counted(len(known.entries), 'finding')}")
+    report = suppress(report, defaults.ignore_site, known)
     if format_ == "text":
         from normscope.render.text import print_report, to_text
 
@@ -123,21 +149,33 @@ def _codes(option: str, words: list[str]) -> tuple[str, ...]:
     return codes
 
 
-def _writable(page: Path) -> None:
-    """Raises BadInput for a page that could not be written once the check is done; leaves no file."""
-    advice = "name a file to write, such as report.html"
+def _baseline(read: Path | None, write: Path | None, defaults: Settings) -> Baseline | None:
+    """What is known already: from the file that is named, else from the one in the settings, or the one to be written
+    anew, where it exists."""
+    from normscope.doctor.baseline import Baseline
+
+    if read is not None:
+        return Baseline.read(read)
+    if write is not None:
+        return Baseline.read(write) if write.exists() else None
+    return Baseline.read(defaults.baseline) if defaults.baseline else None
+
+
+def _writable(option: str, page: Path) -> None:
+    """Raises BadInput for a file that could not be written once the check is done; leaves no file."""
+    advice = f"name a file to write, such as {WRITTEN[option]}"
     try:
         if page.is_dir():
-            raise BadInput(f"--html {page} is a folder; {advice}")
+            raise BadInput(f"{option} {page} is a folder; {advice}")
         if page.exists() and not page.is_file():
-            raise BadInput(f"--html {page} is no ordinary file; {advice}")
+            raise BadInput(f"{option} {page} is no ordinary file; {advice}")
         folder = page.resolve().parent
         if not folder.is_dir():
-            raise BadInput(f"--html {page}: the folder {folder} does not exist; make it first")
+            raise BadInput(f"{option} {page}: the folder {folder} does not exist; make it first")
         if page.exists():
             page.open("ab").close()
         else:
             page.touch()
             page.unlink()
     except OSError as error:
-        raise BadInput(f"--html {page} cannot be written ({error.strerror}); {advice}") from error
+        raise BadInput(f"{option} {page} cannot be written ({error.strerror}); {advice}") from error

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from normscope.errors import BadInput
+
+if TYPE_CHECKING:
+    from normscope.doctor.suppress import Ignore
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,9 @@ class Settings:
     seed: int = 0
     dataset_size: int | None = None
     frozen_policy: str = ""
+    baseline: str = ""
+    """path of a file, absolute: in pyproject.toml it is written relative to that"""
+    ignore_site: tuple[Ignore, ...] = ()
 
 
 TYPES = {
@@ -28,6 +34,8 @@ TYPES = {
     "seed": int,
     "dataset_size": int,
     "frozen_policy": str,
+    "baseline": str,
+    "ignore_site": list,
 }
 POLICIES = ("statistics", "affine", "both")
 
@@ -78,7 +86,6 @@ def _table(file: Path, document: Mapping[str, Any], name: str, above: str = "") 
 def _value(file: Path, key: str, value: Any) -> Any:
     """The value as the check takes it, refused here where the file can be named."""
     from normscope.doctor.report import SEVERITIES
-    from normscope.doctor.rules import all_rules
 
     where = f"{file}: [tool.normscope] {key}"
     name = key.replace("-", "_")
@@ -88,10 +95,20 @@ def _value(file: Path, key: str, value: Any) -> Any:
         raise BadInput(f"{where} is one of {', '.join(POLICIES)}; got {value!r}")
     if name == "dataset_size" and value < 1:
         raise BadInput(f"{where} is a number of samples, at least 1; got {value}")
+    if name == "baseline":
+        return str(file.parent / value) if value else ""
+    if name == "ignore_site":
+        return tuple(_ignore(file, entry) for entry in value)
     if not isinstance(value, list):
         return value
     if not all(isinstance(item, str) for item in value):
         raise BadInput(f"{where} must be a list of strings, got {value!r}")
+    return _codes(where, value)
+
+
+def _codes(where: str, value: list[str]) -> tuple[str, ...]:
+    from normscope.doctor.rules import all_rules
+
     codes = tuple(item.strip().upper() for item in value)
     for code in codes:
         if not code or not any(known.startswith(code) for known in all_rules()):
@@ -99,3 +116,18 @@ def _value(file: Path, key: str, value: Any) -> Any:
                 f"{where} names {code!r}, which begins no rule's code; known: {', '.join(all_rules())}"
             )
     return codes
+
+
+def _ignore(file: Path, entry: Any) -> Ignore:
+    from normscope.doctor.suppress import Ignore
+
+    where = f"{file}: [[tool.normscope.ignore-site]]"
+    form = 'site = "layer1.*", codes = ["NS501"], reason = "..."'
+    if not isinstance(entry, Mapping) or set(entry) != {"site", "codes", "reason"}:
+        raise BadInput(f"{where} takes {form}; got {entry!r}")
+    site, codes, reason = entry["site"], entry["codes"], entry["reason"]
+    if not isinstance(site, str) or not isinstance(reason, str) or not reason.strip():
+        raise BadInput(f"{where} takes {form}, with words for a reason; got {entry!r}")
+    if not isinstance(codes, list) or not codes or not all(isinstance(code, str) for code in codes):
+        raise BadInput(f"{where} codes is a list of rule codes or their beginnings; got {codes!r}")
+    return Ignore(site, _codes(f"{where} codes", codes), reason.strip())

@@ -19,6 +19,7 @@ from normscope.doctor.rules import Rule, all_rules
 from normscope.doctor.session import Session
 from normscope.doctor.site import Site
 from normscope.doctor.sites import find_sites
+from normscope.doctor.source import source_of
 from normscope.doctor.subject import Subject
 from normscope.errors import ModelError, NormscopeError, told
 
@@ -120,12 +121,13 @@ def check(
     notes += [f"could not be verified as untouched: {what}" for what in session.unverified]
     return Report(
         findings=tuple(sorted(findings, key=lambda f: (-severity_rank(f.severity), f.code))),
-        sites=tuple(row(site) for site in sites),
+        sites=tuple(row(site, source_of(session.modules, site.path)) for site in sites),
         passed=tuple(passed),
         not_run=tuple(not_run),
         notes=tuple(notes),
         target=str(target),
         versions=versions(),
+        source=source_of(session.modules, ""),
     )
 
 
@@ -141,7 +143,7 @@ def chosen(select: Sequence[str] | None, ignore: Sequence[str] | None) -> list[R
     ]
 
 
-def row(site: Site) -> SiteRow:
+def row(site: Site, source: str = "") -> SiteRow:
     return SiteRow(
         name=site.name,
         kind=site.kind,
@@ -155,6 +157,7 @@ def row(site: Site) -> SiteRow:
         dtypes=tuple(dict.fromkeys(call.dtype for call in site.calls)),
         aliases=site.aliases,
         fused=site.fused,
+        source=source,
     )
 
 

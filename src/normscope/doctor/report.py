@@ -84,6 +84,19 @@ class NotRun:
 
 
 @dataclass(frozen=True)
+class Suppressed:
+    """A finding that the project knows of and accepts."""
+
+    finding: Finding
+    by: str
+    """``"settings"`` or ``"baseline"``"""
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"finding": self.finding.to_dict(), "by": self.by, "reason": self.reason}
+
+
+@dataclass(frozen=True)
 class SiteRow:
     """What a report keeps of a site."""
 
@@ -99,6 +112,8 @@ class SiteRow:
     dtypes: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     fused: bool = False
+    source: str = ""
+    """``file.py:12``: the innermost class around it that is the user's own, "" where there is none"""
 
     def to_dict(self) -> dict[str, Any]:
         out = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -118,6 +133,8 @@ class Report:
         passed: codes of the rules that ran everywhere and found nothing.
         not_run: rules that could not be decided, with reasons.
         notes: what else a reader must know, such as parameters that could not be verified as untouched.
+        suppressed: findings that settings or a baseline accept; none of the above counts them.
+        source: ``file.py:12``, where the model itself is written, "" where that is not below the working directory.
     """
 
     findings: tuple[Finding, ...]
@@ -127,6 +144,12 @@ class Report:
     notes: tuple[str, ...] = ()
     target: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    suppressed: tuple[Suppressed, ...] = ()
+    source: str = ""
+
+    def source_at(self, site: str) -> str:
+        """``file.py:12``: the code around a site, or that of the model."""
+        return next((row.source for row in self.sites if row.name == site and row.source), self.source)
 
     def at_least(self, severity: str) -> tuple[Finding, ...]:
         """Findings of this severity or graver."""

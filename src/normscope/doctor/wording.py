@@ -76,8 +76,27 @@ def fold(findings: Iterable[Finding]) -> list[Finding]:
     return [
         replace(
             head,
-            message=f"{head.message} The same at {plural(len(rest), 'other site')}.",
+            message=f"{head.message}{_same(len(rest))}",
             evidence={**head.evidence, "sites": len(found)},
             also=rest,
         )
     ]
+
+
+def unfold(finding: Finding) -> list[Finding]:
+    """What ``fold`` put together; any other finding alone, with what follows from it still under it.
+
+    >>> pair = [Finding("NS501", "a", "No effect."), Finding("NS501", "b", "No effect.")]
+    >>> unfold(*fold(pair)) == pair
+    True
+    """
+    others = len(finding.also)
+    if not others or finding.evidence.get("sites") != others + 1:
+        return [finding]
+    evidence = {key: value for key, value in finding.evidence.items() if key != "sites"}
+    message = finding.message.removesuffix(_same(others))
+    return [replace(finding, message=message, evidence=evidence, also=()), *finding.also]
+
+
+def _same(others: int) -> str:
+    return f" The same at {plural(others, 'other site')}."

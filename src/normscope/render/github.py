@@ -13,13 +13,19 @@ LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
 def to_github(report: Report) -> str:
-    """One line a rule and severity: GitHub shows only the first ten of a step."""
+    """One line a rule and severity, at the code of its first site: GitHub shows only the first ten of a step."""
     lines = []
     for group in grouped(report.findings):
         f = group.first
         sites = listed([f.site, *group.like])
         text = f"{sites}: {f.message}" + (f" Fix: {f.fix}" if f.fix else "")
-        lines.append(f"::{LEVELS[f.severity]} title={_escaped(f'{f.code} {f.name}', True)}::{_escaped(text)}")
+        file, _, line = report.source_at(f.site).rpartition(":")
+        where = {"file": file, "line": line} if file else {}
+        options = ",".join(
+            f"{key}={_escaped(value, True)}"
+            for key, value in {**where, "title": f"{f.code} {f.name}"}.items()
+        )
+        lines.append(f"::{LEVELS[f.severity]} {options}::{_escaped(text)}")
     return "".join(line + "\n" for line in lines)
 
 

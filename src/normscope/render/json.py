@@ -23,5 +23,7 @@ def to_json(report: Report) -> str:
         "passed": list(report.passed),
         "not_run": [{"code": n.code, "site": n.site, "reason": n.reason} for n in report.not_run],
         "notes": list(report.notes),
+        "suppressed": [accepted.to_dict() for accepted in report.suppressed],
+        "source": report.source,
     }
     return json.dumps(document, indent=2, allow_nan=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import StringIO
 from typing import TYPE_CHECKING
 
+from normscope.doctor.suppress import told
 from normscope.render.grouping import Group, counted, grouped, label, listed, shown
 from normscope.render.randomness import kept_random_state
 
@@ -50,6 +51,8 @@ def print_report(report: Report, console: Console, *, hint: str = "") -> None:
         _label(console, "not run", f"{codes}: {reason}")
     if hint and any("pass " in entry.reason for entry in report.not_run):
         _label(console, "", hint)
+    for line in told(report.suppressed):
+        _label(console, "known", line)
     for note in report.notes:
         _label(console, "note", note)
     console.print(Text(summary(report), style="bold"))
@@ -65,9 +68,11 @@ def summary(report: Report) -> str:
     infos = sum(f.severity == "info" for f in report.findings)
     if infos:
         counts.append(f"{infos} for information")
-    if not counts and not report.passed:
+    accepted = len(report.suppressed)
+    if not counts and not report.passed and not accepted:
         return "nothing could be checked"
-    return ", ".join(counts) if counts else "nothing found"
+    said = ", ".join(counts) if counts else "nothing new found" if accepted else "nothing found"
+    return f"{said}; {accepted} accepted" if accepted else said
 
 
 def _print_group(group: Group, console: Console) -> None:

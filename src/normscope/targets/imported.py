@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from normscope.doctor.source import own_file
 from normscope.errors import BadTarget
 from normscope.targets import Loaded
 from normscope.targets.failures import blamed
@@ -47,6 +48,13 @@ def load(target: str) -> Loaded:
     raise BadTarget(
         f"{module_name!r} has no attribute {attribute!r}; it has: {', '.join(names[:12]) or 'none'}"
     )
+
+
+def source_of(target: str) -> str:
+    """``file.py:1`` of the module that an import string names, once imported; "" for other targets, or elsewhere."""
+    module = sys.modules.get(target.partition(":")[0]) if ":" in target else None
+    file = own_file(getattr(module, "__file__", None), str(Path.cwd()))
+    return f"{file}:1" if file else ""
 
 
 def _missing(module_name: str, failure: BadTarget) -> BadTarget:
