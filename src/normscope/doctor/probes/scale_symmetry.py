@@ -51,6 +51,10 @@ class Symmetry:
     norm: float
     """Euclidean norm of the weight, with its bias where that belongs to the symmetry: with learning rate r, the
     effective learning rate is r / norm^2"""
+    numbers: int
+    """how many numbers that norm is over"""
+    gradient: float
+    """Euclidean norm of the gradient of the same numbers"""
     invariant: bool
     change: float | None = None
     """relative change of the model's output when all candidates are doubled; None where it is no candidate"""
@@ -114,6 +118,8 @@ def _measure(
         cosine=float(cosines[live].max()),
         median_cosine=float(np.median(cosines[live])),
         norm=float(w.norm()),
+        numbers=w.numel(),
+        gradient=float(g.norm()),
         invariant=False,
     )
 
