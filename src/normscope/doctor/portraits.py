@@ -6,6 +6,7 @@ Lists are bounded by the probes that made them, and numbers keep ``DIGITS`` sign
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from normscope.doctor.probes.denominator_histogram import PER_DECADE
@@ -130,8 +131,12 @@ def _sensitivity(s: Sensitivity) -> dict[str, Any]:
 
 
 def _spectrum(s: Spectrum) -> dict[str, Any]:
-    names = ("mode", "set", "set_size", "elements", "denominator", "values", "kinds")
-    return {name: getattr(s, name) for name in names}
+    names = ("mode", "set", "set_size", "elements", "denominator")
+    told = {name: getattr(s, name) for name in names}
+    levels = groupby(zip(short(s.values.tolist()), s.kinds, strict=True))
+    return told | {
+        "levels": [{"value": v, "times": len(list(times)), "kind": kind} for (v, kind), times in levels]
+    }
 
 
 TOLD: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (

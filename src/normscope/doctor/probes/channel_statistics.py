@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-CHANNELS = 96
+CHANNELS = 64
 """told of one site"""
 
 

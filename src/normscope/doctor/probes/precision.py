@@ -40,7 +40,7 @@ LARGEST_SET = 1_000_000
 """a larger set is not compared"""
 POINTS = 128
 """compared per set where stored statistics normalize, which treat each element alone; of 32 sets"""
-TOLD = 48
+TOLD = 32
 """sets whose errors are told one by one"""
 FAR = 30.0
 """|mean| / denominator from which cancellation, and not the arithmetic, is the first suspect"""
