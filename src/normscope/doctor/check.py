@@ -13,6 +13,7 @@ import normscope
 from normscope.doctor import arguments, independence, runs
 from normscope.doctor.judging import judge
 from normscope.doctor.nested import named_inputs
+from normscope.doctor.portraits import measurements
 from normscope.doctor.probes import all_probes
 from normscope.doctor.report import Report, SiteRow, severity_rank
 from normscope.doctor.rules import Rule, all_rules
@@ -112,11 +113,13 @@ def check(
         if args is not None:
             subject.inputs_dependent = independence.dependence((args, kwargs), batch_size)
         wanted = {name for r in rules for name in (*r.needs, *r.uses) if name != "data"}
-        probes = [all_probes()[name] for name in sorted(wanted)]
+        probes = [probe for name, probe in all_probes().items() if name in wanted or probe.rides]
         reasons = runs.run_probes(subject, probes, step)
         step("rules")
         findings, passed, not_run = judge(rules, subject, reasons)
+        portraits = measurements(subject)
         notes = _notes(subject)
+        notes += [reasons[p.name] for p in probes if p.rides and "internal error" in reasons.get(p.name, "")]
     notes += session.notes
     notes += [f"could not be verified as untouched: {what}" for what in session.unverified]
     return Report(
@@ -127,6 +130,7 @@ def check(
         notes=tuple(notes),
         target=str(target),
         versions=versions(),
+        measurements=portraits,
         source=source_of(session.modules, ""),
     )
 

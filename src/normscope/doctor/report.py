@@ -133,6 +133,7 @@ class Report:
         passed: codes of the rules that ran everywhere and found nothing.
         not_run: rules that could not be decided, with reasons.
         notes: what else a reader must know, such as parameters that could not be verified as untouched.
+        measurements: site name -> what was measured there, plain data; see ``doctor/portraits.py``.
         suppressed: findings that settings or a baseline accept; none of the above counts them.
         source: ``file.py:12``, where the model itself is written, "" where that is not below the working directory.
     """
@@ -144,6 +145,7 @@ class Report:
     notes: tuple[str, ...] = ()
     target: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    measurements: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     suppressed: tuple[Suppressed, ...] = ()
     source: str = ""
 

@@ -23,6 +23,7 @@ def to_json(report: Report) -> str:
         "passed": list(report.passed),
         "not_run": [{"code": n.code, "site": n.site, "reason": n.reason} for n in report.not_run],
         "notes": list(report.notes),
+        "measurements": {site: dict(measured) for site, measured in report.measurements.items()},
         "suppressed": [accepted.to_dict() for accepted in report.suppressed],
         "source": report.source,
     }
