@@ -28,6 +28,8 @@ _HOME = {
     "check": "normscope.doctor.check",
     "Report": "normscope.doctor.report",
     "Finding": "normscope.doctor.report",
+    "compare": "normscope.identify.compare",
+    "Comparison": "normscope.identify.compare_result",
     "transforms": "",
     "tune_allocator": "normscope.allocator",
 }
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from normscope.doctor.report import Finding as Finding
     from normscope.doctor.report import Report as Report
     from normscope.functional import normalize as normalize
+    from normscope.identify.compare import compare as compare
+    from normscope.identify.compare_result import Comparison as Comparison
     from normscope.reading import spec_of as spec_of
     from normscope.spec import Cast as Cast
     from normscope.spec import NormSpec as NormSpec

@@ -1,0 +1,363 @@
+"""``compare``: are two normalizations one function, in what do they differ, and on which input does it show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from normscope.errors import BadInput, NormscopeError
+from normscope.identify.compare_fields import differences, value_differences
+from normscope.identify.compare_gap import Gap, gap
+from normscope.identify.compare_inputs import CENTERED, inputs_for
+from normscope.identify.compare_layout import Layout, as_first_reads, read_layout
+from normscope.identify.compare_result import Comparison, Counterexample, Difference
+from normscope.identify.compare_search import shrunk
+from normscope.identify.compare_shapes import common_rank, shapes
+from normscope.identify.compare_sides import Side, fits, shape_of, side_of
+from normscope.identify.compare_values import carried, free_values
+from normscope.spec import NormSpec, PatternError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+    Values = Mapping[str, Array]
+    Pair = tuple[Values | None, Values | None]
+
+LARGE = 2**15
+"""elements of an example above which its free axes are cut"""
+SHORT = 4
+KEEP = 0.5
+"""of the largest difference that a smaller counterexample must show"""
+
+
+def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -> Comparison:
+    """Whether two normalizations are the same function, every difference by field, and an input that shows it.
+
+    Decided from the specifications (read, given, or identified) and confirmed on real evaluations of both, in training
+    and in evaluation apart: with the values they hold, and where both can take other values, with other values too, as
+    layers are functions of their parameters. The update of stored statistics and, for modules and specifications,
+    the output in bfloat16 (where the order of casts shows) are compared as well. Nothing handed in is changed.
+
+    Arguments:
+        a, b: a `NormSpec`, a torch module, or any callable that `identify` takes (a function of one array or tensor, a
+            Keras or Flax layer, an ONNX Runtime session); the two may be of different kinds.
+        example: an input of both: array, tensor or sizes. Without one a shape is chosen that fits both, which takes
+            specifications or modules that can be read.
+        layout: names of the input's axes, ``"b c h w"``; ``"b c h w -> b h w c"`` where the second takes the same data
+            in another order. The example, and a counterexample, are in the first's order.
+
+    Raises:
+        BadInput: no example where one is needed, an example that one of them does not take, a layout that does not fit.
+
+    >>> import torch
+    >>> from normscope.identify.compare import compare
+    >>> c = compare(torch.nn.GroupNorm(1, 6, affine=False), torch.nn.LayerNorm((6, 5, 5), elementwise_affine=False))
+    >>> c.same
+    True
+    >>> c = compare(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4, eps=1e-3))
+    >>> c.same, [(d.field, d.a, d.b) for d in c.differences]
+    (False, [('eps', '1e-05', '0.001')])
+    """
+    order = read_layout(layout)
+    found = _sides(a, b, example, order)
+    if isinstance(found, Comparison):
+        return found
+    return _Comparing(*found, order).result()
+
+
+def _sides(a: Any, b: Any, example: Any, order: Layout) -> Comparison | tuple[Side, Side, tuple[int, ...]]:
+    if example is not None:
+        shape = tuple(shape_of(example) or ())
+        one = side_of(a, _given(a, example), order.names_a, "the first")
+        two = side_of(b, _given(b, order.forth(example)), order.names_b, "the second")
+        for side, at in ((one, shape), (two, order.forth(shape))):
+            why = fits(side, np.random.default_rng(0).standard_normal(at), _some(side, at))
+            if why:
+                raise BadInput(f"an example is an input of both; {side.name} does not take shape {at}: {why}")
+        return one, two, _short(shape, one, two, order)
+    known = [_readable(obj, which) for obj, which in ((a, "first"), (b, "second"))]
+    specs = [known[0][0], known[1][0]]
+    if order.order is not None:
+        known[1] = (as_first_reads(known[1][0], order, len(order.order)), *known[1][1:])
+    for shape in shapes(*known):
+        x = np.random.default_rng(0).standard_normal(shape)
+        try:
+            one = side_of(a, x, order.names_a, "the first")
+            two = side_of(b, order.forth(x), order.names_b, "the second")
+        except (NormscopeError, ValueError):
+            continue
+        if not fits(one, x, _some(one, shape)) and not fits(
+            two, order.forth(x), _some(two, order.forth(shape))
+        ):
+            return one, two, shape
+    if order.order is None and not common_rank(*specs):
+        return _no_common_input(a, b, *specs)
+    raise BadInput("no shape was found that both take. Pass an example: compare(a, b, example).")
+
+
+def _no_common_input(a: Any, b: Any, spec_a: NormSpec, spec_b: NormSpec) -> Comparison:
+    """No number of axes is read by both."""
+    mine, other = (
+        f"{spec.stats}, ndim {spec.ndim}" if spec.ndim else spec.stats for spec in (spec_a, spec_b)
+    )
+    names = [f"spec ({x.stats})" if isinstance(x, NormSpec) else type(x).__name__ for x in (a, b)]
+    return Comparison(
+        names[0],
+        names[1],
+        same=False,
+        differences=(Difference("axes", mine, other, np.nan, "both"),),
+        modes={"train": False, "eval": False},
+        spec_a=spec_a,
+        spec_b=spec_b,
+        notes=("no input has a number of axes that both take",),
+    )
+
+
+def _readable(obj: Any, which: str) -> tuple[NormSpec, dict[str, tuple[int, ...]], Any]:
+    """What can be known without an input. Raises BadInput where that is too little."""
+    if isinstance(obj, NormSpec):
+        return obj, {}, obj
+    from normscope.reading import UnknownNormalization, read
+
+    try:
+        reading = read(obj)
+    except UnknownNormalization as error:
+        raise BadInput(
+            f"the {which} cannot be read without running it ({error}) Pass an example of its input: "
+            "compare(a, b, example)."
+        ) from None
+    return reading.spec, {name: tuple(t.shape) for name, t in reading.tensors.items()}, obj
+
+
+def _given(obj: Any, example: Any) -> Any:
+    """Sizes as an array where a module wants one."""
+    if hasattr(obj, "named_parameters") and isinstance(example, (tuple, list)):
+        return np.zeros(tuple(example))
+    return example
+
+
+def _some(side: Side, shape: Sequence[int]) -> Values | None:
+    """Values for a side that has none of its own."""
+    return free_values(side.spec, shape) if side.held is None and side.settable and side.spec else None
+
+
+def _short(shape: tuple[int, ...], a: Side, b: Side, order: Layout) -> tuple[int, ...]:
+    """Large examples cut along the axes whose size both leave open."""
+    for axis in range(len(shape)):
+        if prod(shape) <= LARGE:
+            break
+        shorter = (*shape[:axis], min(SHORT, shape[axis]), *shape[axis + 1 :])
+        x = np.random.default_rng(0).standard_normal(shorter)
+        try:
+            takes = not fits(a, x, _some(a, shorter)) and not fits(
+                b, order.forth(x), _some(b, order.forth(shorter))
+            )
+        except PatternError:
+            takes = False
+        shape = shorter if takes else shape
+    return shape
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """One real gap, and how it came about."""
+
+    mode: str
+    input: str
+    x: Array
+    trial: Callable[[tuple[int, ...]], Pair]
+    gap: Gap
+
+
+class _Comparing:
+    """Two sides on one shape: evaluate, search, decide."""
+
+    def __init__(self, a: Side, b: Side, shape: tuple[int, ...], order: Layout) -> None:
+        self.a, self.b, self.shape, self.order = a, b, shape, order
+        self.spec_a = a.spec
+        self.spec_b = None if b.spec is None else as_first_reads(b.spec, order, len(shape))
+        """both as the first reads its input"""
+        self.notes: list[str] = []
+        self.tried = 0
+
+    def result(self) -> Comparison:
+        tried = self._modes()
+        seen = [*self._seen(tried)]
+        modes: dict[str, bool | None] = {}
+        for mode in tried:
+            modes[mode] = not any(found.mode == mode for found in seen)
+        if not modes["eval"] or not modes["train"]:
+            modes.pop("bfloat16", None)
+            seen = [found for found in seen if found.mode != "bfloat16"]
+        named = self._differences()
+        same = self._decided(modes, named)
+        return Comparison(
+            self.a.name,
+            self.b.name,
+            same,
+            differences=tuple(sorted(named, key=lambda d: (d.mode == "parameters", -_number(d.size)))),
+            counterexample=self._counterexample(seen),
+            modes=modes,
+            largest={m: max(f.gap.size for f in seen if f.mode == m) for m in modes if modes[m] is False},
+            spec_a=self.a.spec,
+            spec_b=self.b.spec,
+            notes=tuple(self.notes),
+        )
+
+    # -- evaluations -----------------------------------------------------------------------------------------------
+
+    def _modes(self) -> list[str]:
+        modes = ["train", "eval"]
+        if self._has_state(self.a) and self._has_state(self.b):
+            modes.append("update")
+        if self._in_half():
+            modes.append("bfloat16")
+        return modes
+
+    @staticmethod
+    def _has_state(side: Side) -> bool:
+        return (
+            side.spec is not None and side.spec.running is not None and not side.spec.whiten and side.settable
+        )
+
+    def _in_half(self) -> bool:
+        """Where the specifications say that casts differ: kernels of one convention round differently in half types
+        too, which makes them no other function."""
+        if self.spec_a is None or self.spec_b is None or _casts(self.spec_a) == _casts(self.spec_b):
+            return False
+        x = np.random.default_rng(0).standard_normal(self.shape)
+        values = next(iter(self._trials()))(self.shape)
+        try:
+            one, two = self.a.half(x, values[0]), self.b.half(self.order.forth(x), values[1])
+        except (NormscopeError, ValueError, RuntimeError, ArithmeticError):
+            self.notes.append("their casts differ, and one of them does not run in bfloat16")
+            return False
+        return one is not None and two is not None
+
+    def _trials(self) -> Iterator[Callable[[tuple[int, ...]], Pair]]:
+        """With the values that they hold; then, where both take others, with others, put into each first."""
+        a, b = self.a, self.b
+        if a.held is not None or b.held is not None or not (a.settable and b.settable):
+            yield self._held
+        if a.settable and b.settable and self.spec_a is not None and self.spec_b is not None:
+            one, two = self.spec_a, self.spec_b
+            yield lambda shape: (mine := free_values(one, shape), carried(mine, one, two, shape))
+            yield lambda shape: (carried(theirs := free_values(two, shape), two, one, shape), theirs)
+
+    def _held(self, shape: tuple[int, ...]) -> Pair:
+        """As they are; a specification takes over what the other holds."""
+        mine: Values | None = None
+        theirs: Values | None = None
+        if self.spec_a is not None and self.a.held is None and self.a.settable:
+            held, spec = self.b.held or {}, self.spec_b or self.spec_a
+            mine = carried(held, spec, self.spec_a, shape)
+        if self.spec_b is not None and self.b.held is None and self.b.settable:
+            held, spec = self.a.held or {}, self.spec_a or self.spec_b
+            theirs = carried(held, spec, self.spec_b, shape)
+        return mine, theirs
+
+    def _seen(self, modes: list[str]) -> Iterator[_Seen]:
+        """Every real gap, the trials in order: those with other values only where the held ones show nothing."""
+        known = (self.spec_a, self.spec_b)
+        for mode in modes:
+            for trial in self._trials():
+                found = []
+                for name, x in inputs_for(mode, self.shape, known):
+                    apart = self._gap(mode, x, trial)
+                    self.tried += 1
+                    if apart is not None and apart.real:
+                        found.append(_Seen(mode, name, x, trial, apart))
+                yield from found
+                if found:
+                    self._remark(mode, trial, found)
+                    break
+
+    def _remark(self, mode: str, trial: Callable[[tuple[int, ...]], Pair], found: list[_Seen]) -> None:
+        """Where they agree although they differ."""
+        if mode != "eval":
+            return
+        if trial != self._held and (self.a.held is not None or self.b.held is not None):
+            self.notes.append(
+                "with the values held now they agree; with the values of the counterexample they do not"
+            )
+        center = {spec.center for spec in (self.spec_a, self.spec_b) if spec is not None}
+        if len(center) == 2 and not any(f.input == CENTERED for f in found):
+            self.notes.append("they agree where the mean of every set is 0 (confirmed on such an input)")
+
+    def _gap(self, mode: str, x: Array, trial: Callable[[tuple[int, ...]], Pair]) -> Gap | None:
+        try:
+            return gap(self.a, self.b, x, self.order.forth(x), self.order.back(x.ndim), mode, trial(x.shape))
+        except (NormscopeError, ValueError, RuntimeError, ArithmeticError):
+            return None
+
+    # -- verdict ---------------------------------------------------------------------------------------------------
+
+    def _differences(self) -> list[Difference]:
+        if self.spec_a is None or self.spec_b is None:
+            return []
+        found = differences(self.spec_a, self.spec_b, self.shape)
+        if self.a.held is not None and self.b.held is not None:
+            found += value_differences(self.spec_a, self.spec_b, self.a.held, self.b.held, self.shape)
+        return found
+
+    def _decided(self, modes: Mapping[str, bool | None], named: list[Difference]) -> bool | None:
+        for side in (self.a, self.b):
+            if side.spec is None:
+                self.notes.append(f"{side.name} is not known as a normalization: {side.reason}")
+        verdict = None
+        if self.spec_a is not None and self.spec_b is not None:
+            verdict = self.spec_a.same_function(self.spec_b, shape=self.shape)
+            if verdict.conditions:
+                self.notes.append(f"by their specifications {verdict}")
+            elif verdict.weight:
+                self.notes.append(f"the same function of their weights with {verdict.weight}")
+        if not all(modes.values()):
+            return False
+        if verdict is None:
+            self.notes.append(
+                f"they agree on all {self.tried} evaluations, which proves nothing about other inputs"
+            )
+            return None
+        if verdict.same and all(d.mode == "parameters" for d in named):
+            return True
+        if not verdict.same:
+            self.notes.append(f"undecided: {verdict.reason}, and no input that was tried shows it")
+        return None
+
+    def _counterexample(self, seen: list[_Seen]) -> Counterexample | None:
+        """Of the inputs that show nearly the largest difference the plainest, made small."""
+        if not seen:
+            return None
+        seen = [f for f in seen if f.mode in ("train", "eval")] or seen
+        largest = max(f.gap.size for f in seen)
+        worst = next(f for f in seen if f.gap.size >= KEEP * largest)
+
+        def stays(x: Array) -> bool:
+            if self.order.order is not None and x.ndim != len(self.shape):
+                return False
+            apart = self._gap(worst.mode, x, worst.trial)
+            if apart is None or not apart.real:
+                return False
+            return apart.size == inf if largest == inf else KEEP * largest <= apart.size < inf
+
+        x = shrunk(worst.x, stays)
+        apart = self._gap(worst.mode, x, worst.trial)
+        assert apart is not None
+        values = worst.trial(x.shape)
+        return Counterexample(
+            x, apart.y_a, apart.y_b, worst.mode, apart.quantity, dict(values[0] or {}), dict(values[1] or {})
+        )
+
+
+def _casts(spec: NormSpec) -> tuple[str, str]:
+    """What the casts do to a bfloat16 input: without a weight their order is none."""
+    return spec.cast.compute or "float32", spec.cast.weight if spec.weight is not None else "before"
+
+
+def _number(size: float) -> float:
+    return -1.0 if np.isnan(size) else size

@@ -1,0 +1,199 @@
+"""What a comparison says: the same or not, every difference by field with its size, and an input that shows it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+MODES = ("train", "eval", "update", "bfloat16")
+WORDS = {
+    "train": "output in training",
+    "eval": "output in evaluation",
+    "update": "stored statistics after a training step",
+    "bfloat16": "output in bfloat16",
+    "parameters": "only where the same stored numbers are loaded into both",
+}
+"""what a mode compares"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field of the specifications, or one stored tensor, in which the two differ."""
+
+    field: str
+    """a field of `NormSpec` (``eps``, ``eps_at``, ``running.momentum``), ``axes`` for the statistic sets, or the
+    values of a tensor (``weight values``, ``running_mean values``)"""
+    a: str
+    b: str
+    size: float
+    """largest change that this field alone makes, over the inputs tried, in the unit of the output (of the stored
+    statistics for ``update``); NaN where it cannot be told alone"""
+    mode: str
+    """where it shows: ``train``, ``eval``, ``both`` (of these), ``update``, ``bfloat16``, or ``parameters``: the
+    functions are the same, and equal stored numbers mean different ones"""
+
+    def __str__(self) -> str:
+        change = "" if math.isnan(self.size) else f"; alone it changes {self._what} by up to {self.size:.3g}"
+        return f"{self.field}: {self.a} against {self.b}{change}"
+
+    @property
+    def _what(self) -> str:
+        if self.mode == "both":
+            return "the output"
+        return (
+            "the output, only where the same stored numbers are loaded into both,"
+            if (self.mode == "parameters")
+            else f"the {WORDS[self.mode]}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Counterexample:
+    """An input on which the two differ, made as small and plain as it can be."""
+
+    x: Array
+    y_a: Array
+    """what the first gives; for ``update`` the stored tensor after one training step"""
+    y_b: Array
+    mode: str
+    """``train``, ``eval``, ``update`` or ``bfloat16`` (in evaluation)"""
+    quantity: str = "output"
+    """``output``, ``running_mean`` or ``running_var``"""
+    values_a: Mapping[str, Array] = field(default_factory=dict)
+    """parameters and stored statistics put into the first for it; empty where it was taken as it is"""
+    values_b: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def difference(self) -> float:
+        """Largest difference of two elements; infinite where one is a number and the other is not."""
+        return largest_difference(self.y_a, self.y_b)
+
+    def __str__(self) -> str:
+        lines = [f"x {_shown(self.x)}", f"a {_shown(self.y_a)}", f"b {_shown(self.y_b)}"]
+        for side, values in (("a", self.values_a), ("b", self.values_b)):
+            if values:
+                said = ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
+                lines.append(f"with {said} in {side}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Whether two normalizations are one function. ``bool`` is True only where that was decided.
+
+    Attributes:
+        same: True, False, or None where it could not be decided (`notes` say why).
+        differences: every difference by field, those that matter most first. Where `same` is True only those that
+            are a convention of storage (``mode="parameters"``).
+        counterexample: the input on which they differ most, made small; None where none was found.
+        modes: what was compared -> same or not: ``train``, ``eval``, ``update`` (of stored statistics), ``bfloat16``.
+        largest: what was compared -> largest difference that was seen.
+        notes: what else to know: conditions under which they would agree, what could not be compared.
+    """
+
+    name_a: str
+    name_b: str
+    same: bool | None
+    differences: tuple[Difference, ...] = ()
+    counterexample: Counterexample | None = None
+    modes: Mapping[str, bool | None] = field(default_factory=dict)
+    largest: Mapping[str, float] = field(default_factory=dict)
+    spec_a: Any = None
+    spec_b: Any = None
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.same is True
+
+    def __str__(self) -> str:
+        verdict = {True: "the same function", False: "not the same function", None: "undecided"}[self.same]
+        lines = [f"{self.name_a} and {self.name_b}: {verdict}"]
+        lines += [f"  a: {self.spec_a or 'not known'}", f"  b: {self.spec_b or 'not known'}"]
+        for mode, same in self.modes.items():
+            said = {True: "the same", False: "different", None: "undecided"}[same]
+            seen = f", by up to {self.largest[mode]:.3g}" if same is False and mode in self.largest else ""
+            lines.append(f"  {WORDS[mode]}: {said}{seen}")
+        lines += [f"  - {difference}" for difference in self.differences]
+        lines += [f"  note: {said}" for said in self.notes]
+        if self.counterexample is not None:
+            found = self.counterexample
+            lines.append(
+                f"  counterexample ({WORDS[found.mode]}, {found.quantity}, off by {found.difference:.3g})"
+            )
+            lines += [f"    {line}" for line in str(found).splitlines()]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; NaN and infinities as strings."""
+        shown = self.counterexample
+        return {
+            "schema": 1,
+            "a": self.name_a,
+            "b": self.name_b,
+            "same": self.same,
+            "modes": dict(self.modes),
+            "largest": {mode: _plain(value) for mode, value in self.largest.items()},
+            "spec_a": None if self.spec_a is None else self.spec_a.to_json(),
+            "spec_b": None if self.spec_b is None else self.spec_b.to_json(),
+            "differences": [
+                {"field": d.field, "a": d.a, "b": d.b, "size": _plain(d.size), "mode": d.mode}
+                for d in self.differences
+            ],
+            "counterexample": None
+            if shown is None
+            else {
+                "mode": shown.mode,
+                "quantity": shown.quantity,
+                "difference": _plain(shown.difference),
+                "x": _plain(shown.x.tolist()),
+                "y_a": _plain(shown.y_a.tolist()),
+                "y_b": _plain(shown.y_b.tolist()),
+                "values_a": {name: _plain(value.tolist()) for name, value in shown.values_a.items()},
+                "values_b": {name: _plain(value.tolist()) for name, value in shown.values_b.items()},
+            },
+            "notes": list(self.notes),
+        }
+
+
+def largest_difference(a: Array, b: Array) -> float:
+    """Largest |a - b|; NaN beside NaN and equal infinities are no difference, NaN beside a number is infinite.
+
+    >>> import numpy as np
+    >>> largest_difference(np.array([1.0, np.nan]), np.array([1.5, np.nan]))
+    0.5
+    """
+    import numpy as np
+
+    if a.shape != b.shape:
+        return math.inf
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore", over="ignore"):
+        off = np.where(same, 0.0, np.abs(a - b))
+    return float(np.where(np.isnan(off), np.inf, off).max(initial=0.0))
+
+
+def _shown(value: Array, most: int = 16) -> str:
+    """Small arrays in full, larger ones by their shape and first elements."""
+    import numpy as np
+
+    if value.size <= most:
+        return np.array2string(value, separator=", ", threshold=most + 1).replace("\n", "")
+    first = ", ".join(f"{float(v):.6g}" for v in value.ravel()[:6])
+    return f"of shape {value.shape}: {first}, ..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value

@@ -1,0 +1,259 @@
+"""The two sides of a comparison, each as functions of an array: in training, in evaluation, in bfloat16.
+
+A module is run as a copy in float64 with casts to float32 redirected, a specification by the reference, anything else
+as it is, in its own precision. Nothing that was handed in is run itself where it could change.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from normscope import reference
+from normscope.errors import BadInput, NormscopeError
+from normscope.spec import NormSpec, RunningState
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from normscope.identify.box import Box
+    from normscope.identify.module_box import ModuleBox
+
+    Array = NDArray[np.float64]
+    Values = Mapping[str, Array]
+
+STORED = ("running_mean", "running_var")
+HALF = 2.0**-8
+"""unit roundoff of bfloat16"""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two. ``values`` None: as it is; else parameters and stored statistics by their usual names."""
+
+    name: str
+    spec: NormSpec | None = None
+    reason: str = ""
+    """why there is no spec"""
+    held: dict[str, Array] | None = None
+    """the values that it holds by their usual names; None where it holds none of its own (a specification), or where
+    they cannot be reached"""
+    settable: bool = False
+    """it takes ``values``"""
+    switches: bool = False
+    """training and evaluation may differ"""
+    roundoff: float = 2.0**-53
+
+    def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
+        raise NotImplementedError
+
+    def stored(self, x: Array, values: Values | None = None) -> dict[str, Array]:
+        """The stored statistics after one call in training; empty where there are none."""
+        return {}
+
+    def half(self, x: Array, values: Values | None = None) -> Array | None:
+        """The output in evaluation, everything in bfloat16; None where that cannot be asked."""
+        return None
+
+
+@dataclass(frozen=True)
+class SpecSide(Side):
+    """A specification, computed by the reference."""
+
+    def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
+        v = values or {}
+        assert self.spec is not None
+        return reference.forward(
+            x, self.spec, v.get("weight"), v.get("bias"), running=_state(v), training=mode != "eval"
+        )
+
+    def stored(self, x: Array, values: Values | None = None) -> dict[str, Array]:
+        assert self.spec is not None
+        state = _state(values or {})
+        if self.spec.running is None or self.spec.whiten or state is None:
+            return {}
+        after = reference.update_running(state, x, self.spec)
+        return {"running_mean": np.asarray(after.mean), "running_var": np.asarray(after.var)}
+
+    def half(self, x: Array, values: Values | None = None) -> Array | None:
+        import torch
+
+        from normscope.functional import normalize
+
+        def rounded(value: Array | None) -> torch.Tensor | None:
+            return None if value is None else torch.from_numpy(np.array(value)).to(torch.bfloat16)
+
+        v = values or {}
+        assert self.spec is not None
+        state = {name: torch.from_numpy(np.array(v[name])).float() for name in STORED if name in v}
+        running = RunningState(state["running_mean"], state["running_var"]) if state else None
+        given = rounded(x)
+        assert given is not None
+        training = self.spec.running is None
+        y = normalize(
+            given,
+            self.spec,
+            rounded(v.get("weight")),
+            rounded(v.get("bias")),
+            running=running,
+            training=training,
+        )
+        out: Array = y.double().numpy()
+        return out
+
+
+@dataclass(frozen=True)
+class BoxSide(Side):
+    """A callable as it is."""
+
+    box: Box | None = None
+
+    def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
+        assert self.box is not None
+        return self.box(x)
+
+
+@dataclass(frozen=True)
+class ModuleSide(Side):
+    """A torch module, by copies."""
+
+    boxes: dict[str, ModuleBox] = field(default_factory=dict)
+    """for ``train`` and ``eval``"""
+    paths: dict[str, str] = field(default_factory=dict)
+    """usual name -> path of the tensor in the module"""
+    original: Any = None
+
+    def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
+        return self.boxes[mode].set(self._settings(values))(x)
+
+    def stored(self, x: Array, values: Values | None = None) -> dict[str, Array]:
+        tensors = self.boxes["train"].set(self._settings(values)).run(x).tensors
+        return {name: tensors[self.paths[name]] for name in STORED if name in self.paths}
+
+    def half(self, x: Array, values: Values | None = None) -> Array | None:
+        return self._half.set(self._settings(values))(x)
+
+    @cached_property
+    def _half(self) -> ModuleBox:
+        import torch
+
+        from normscope.identify.module_box import box_of_module
+
+        box = box_of_module(self.original, self.boxes["eval"].call, torch.bfloat16)
+        return box.in_mode(training=False)
+
+    def _settings(self, values: Values | None) -> dict[str, Array]:
+        return {self.paths[name]: value for name, value in (values or {}).items() if name in self.paths}
+
+
+def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
+    """What was handed in as a side of a comparison, on inputs like ``example``.
+
+    Raises BadInput where it is no specification and cannot be called.
+    """
+    if isinstance(obj, NormSpec):
+        return SpecSide(f"spec ({obj.stats})", obj, settable=True, switches=obj.running is not None)
+    if _is_module(obj):
+        return _module_side(obj, example, layout)
+    from normscope.identify import box_of, identify
+
+    if not callable(obj) and not hasattr(obj, "run"):
+        raise BadInput(
+            f"compare takes specifications, modules and callables; {which} is a {type(obj).__name__}. Pass the layer "
+            "itself, or what it computes as a NormSpec."
+        )
+    box = box_of(obj, example)
+    found = identify(obj, example, layout=layout)
+    held = {name: value for name in ("weight", "bias") if (value := getattr(found, name)) is not None}
+    return BoxSide(
+        box.name,
+        found.spec,
+        _why(found),
+        held if found.spec is not None else None,
+        roundoff=box.roundoff,
+        box=box,
+    )
+
+
+def _module_side(module: Any, example: Any, layout: str | None) -> Side:
+    from normscope.identify.module_box import box_of_module, call_of, tensors_of
+    from normscope.reading import UnknownNormalization, read
+
+    box = box_of_module(module, call_of(example))
+    copy = box.module
+    spec, reason, named = None, "", {}
+    try:
+        reading = read(copy, input_ndim=box.call.example.ndim)
+        spec, named = reading.spec, reading.tensors
+    except (UnknownNormalization, ValueError) as error:
+        reason = str(error)
+    if spec is None:
+        from normscope.identify import identify
+
+        found = identify(module, example, layout=layout)
+        spec, reason = found.spec, _why(found) or reason
+    paths = {}
+    tensors = tensors_of(copy)
+    for name in ("weight", "bias", *STORED):
+        held = named.get(name) if named else getattr(copy, name, None)
+        path = next((path for path, tensor in tensors.items() if tensor is held), None)
+        if path is not None:
+            paths[name] = path
+    held_values = {name: tensors[path].detach().double().numpy().copy() for name, path in paths.items()}
+    return ModuleSide(
+        type(module).__name__,
+        spec,
+        "" if spec is not None else reason,
+        held_values,
+        settable=_all_named(spec, paths),
+        switches=True,
+        boxes={"train": box.in_mode(True), "eval": box.in_mode(False)},
+        paths=paths,
+        original=module,
+    )
+
+
+def _all_named(spec: NormSpec | None, paths: Mapping[str, str]) -> bool:
+    """Everything that the specification says it holds was found in the module."""
+    if spec is None:
+        return False
+    needed = {name for name in ("weight", "bias") if getattr(spec, name) is not None}
+    needed |= set(STORED) if spec.running is not None else set()
+    return needed <= set(paths)
+
+
+def _why(found: Any) -> str:
+    if found.spec is not None:
+        return ""
+    return str(found.reason or f"it is a fixed affine map ({found.fixed})")
+
+
+def _state(values: Values) -> RunningState | None:
+    if not set(STORED) <= set(values):
+        return None
+    return RunningState(values["running_mean"], values["running_var"])
+
+
+def _is_module(obj: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.nn.Module)
+
+
+def fits(side: Side, x: Array, values: Values | None) -> str:
+    """ "" where the side takes an input, else why not."""
+    try:
+        y = side.output(x, "eval", values)
+    except (NormscopeError, ValueError, ArithmeticError) as error:
+        return str(error)
+    return "" if y.shape == x.shape else f"it returns shape {y.shape} for an input of shape {x.shape}"
+
+
+def shape_of(example: Any) -> Sequence[int] | None:
+    """The shape of an example: an array, a tensor, or sizes."""
+    shape = getattr(example, "shape", example)
+    return None if shape is None else tuple(int(n) for n in shape)
