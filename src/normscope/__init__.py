@@ -26,6 +26,7 @@ _HOME = {
     "spec_of": "normscope.reading",
     "RunningState": "normscope.spec",
     "check": "normscope.doctor.check",
+    "Monitor": "normscope.monitor.monitor",
     "Report": "normscope.doctor.report",
     "Finding": "normscope.doctor.report",
     "compare": "normscope.identify.compare",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from normscope.functional import normalize as normalize
     from normscope.identify.compare import compare as compare
     from normscope.identify.compare_result import Comparison as Comparison
+    from normscope.monitor.monitor import Monitor as Monitor
     from normscope.reading import spec_of as spec_of
     from normscope.spec import Cast as Cast
     from normscope.spec import NormSpec as NormSpec

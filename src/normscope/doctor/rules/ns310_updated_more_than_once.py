@@ -1,0 +1,154 @@
+"""updated-more-than-once: running statistics move more than once per optimizer step.
+
+## What it does
+Counts the updates of each norm's running statistics between two optimizer steps, and tells the causes apart:
+
+- **recomputed**: updates made while the backward pass runs, or with the batch statistics of an earlier update of
+  the same step. Activation checkpointing runs the norm twice on one batch. A warning, with the momentum that this
+  amounts to; info where the average is cumulative, which a batch counted twice does not change.
+- **accumulation**: several forward passes of the model before a step, each with statistics of its own: info, with
+  the samples each of them has. Gradients add up over these passes, batch statistics do not.
+- **counted**: the counter moved more than once where no call could be seen (compiled code): info.
+
+Several calls within one forward pass (siamese branches, unrolled steps) are how such a model works: silent. So are
+norms that no sample shares with another, where accumulation changes nothing.
+
+## Why it matters
+A norm that is updated twice with momentum 0.1 averages as with 0.19: over half as many batches, so the statistics
+used in eval are noisier than the momentum says. With accumulation the norm sees small batches however many are
+accumulated.
+
+## Known problems
+Two updates of which the first comes from a forward pass that was thrown away look like accumulation. Compiled code
+hides its calls. A step that a gradient scaler skips counts with the next one; medians over the steps are judged.
+
+## Example
+```python
+import torch, normscope
+from torch.utils.checkpoint import checkpoint
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with normscope.Monitor(model, optimizer) as monitor:
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+print(monitor.report())
+```
+
+## Fix
+Recomputed: keep the norm outside of the checkpointed part, or give it the momentum 1 - sqrt(1 - m). Accumulation:
+synchronize, use larger batches, or a norm that does not use the batch.
+
+## References
+- Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost: recomputation of activations.
+- The documentation of `torch.utils.checkpoint`: the forward pass is run again during the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from normscope.doctor.report import Finding, NotRun
+from normscope.doctor.rules import rule
+from normscope.doctor.training_record import NEEDS_TRAINING, training_of
+from normscope.doctor.wording import fold, number
+
+if TYPE_CHECKING:
+    from normscope.doctor.site import Site
+    from normscope.doctor.subject import Subject
+    from normscope.doctor.training_record import SiteTraining
+
+FEWEST = 2
+"""steps: one may have been begun before the monitor was"""
+
+
+@rule("NS310", "updated-more-than-once", kinds="T", stateful=True)
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
+    record = training_of(subject)
+    if record is None:
+        yield NotRun("NS310", NEEDS_TRAINING)
+        return
+    if not record.knows_steps:
+        yield NotRun(
+            "NS310", "needs the optimizer's steps: pass optimizer to the monitor, or call its step()"
+        )
+        return
+    diagnoses: dict[str, list[Finding]] = {}
+    for site in subject.known():
+        seen = record.sites.get(site.name)
+        if seen is not None and seen.steps >= FEWEST and seen.per_step > 1:
+            diagnosis = _diagnosis(site, seen)
+            if diagnosis:
+                diagnoses.setdefault(diagnosis, []).append(_finding(site, seen, diagnosis))
+    for findings in diagnoses.values():
+        yield from fold(findings)
+
+
+def _diagnosis(site: Site, seen: SiteTraining) -> str:
+    assert site.spec is not None
+    if seen.counted_only:
+        return "counted"
+    if seen.in_backward >= 1 or (seen.repeated or 0) >= 1:
+        return "recomputed"
+    couples = "b" not in site.spec.stats.partition("->")[2].split()
+    return "accumulation" if seen.forwards > 1 and couples else ""
+
+
+def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
+    assert site.spec is not None
+    running = site.spec.running
+    momentum = running.momentum if running is not None and running.average == "ema" else None
+    often = f"the running statistics move {number(seen.per_step)} times per optimizer step"
+    evidence: dict[str, Any] = {
+        "diagnosis": diagnosis,
+        "updates_per_step": seen.per_step,
+        "in_backward_per_step": seen.in_backward,
+        "forward_passes_per_step": seen.forwards,
+        "repeated_batch_statistics": seen.repeated,
+        "steps": seen.steps,
+        "momentum": momentum,
+    }
+    severity = "info"
+    if diagnosis == "recomputed":
+        times = max(2.0, seen.per_step / max(1.0, seen.forwards))
+        said = "the forward pass is run again in the backward pass (activation checkpointing)"
+        if seen.repeated:
+            said += f", {number(seen.repeated)} of them with the batch statistics of an earlier one"
+        fix = "keep the norm outside of the checkpointed part"
+        if momentum is not None and 0 < momentum < 1:
+            severity = "warning"
+            evidence["effective_momentum"] = 1 - (1 - momentum) ** times
+            said += f": momentum {number(momentum)} acts like {number(evidence['effective_momentum'])}"
+            fix += f", or set momentum to {number(1 - (1 - momentum) ** (1 / times))}"
+    elif diagnosis == "accumulation":
+        samples = f"its own {seen.samples} samples" if seen.samples else "its own batch"
+        said = (
+            f"{number(seen.forwards)} forward passes come before each step, and each is normalized by {samples}: "
+            "accumulating gradients does not enlarge the batch of this norm"
+        )
+        fix = "use larger batches, synchronized statistics, or a norm that does not use the batch (group, layer)"
+    else:
+        said = (
+            "their counter says so, but the calls cannot be seen (compiled code), nor why there are so many"
+        )
+        fix = "monitor some steps without torch.compile, which tells recomputation from accumulation"
+    return Finding(
+        code="NS310",
+        site=site.name,
+        severity=severity,
+        message=f"{often}: {said}.",
+        evidence=evidence,
+        fix=fix,
+        mode="train",
+    )

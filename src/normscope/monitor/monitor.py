@@ -1,0 +1,348 @@
+"""``Monitor``: every normalization of a model watched while it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from normscope.doctor import arguments
+from normscope.doctor.check import chosen, row, versions
+from normscope.doctor.report import Finding, Report, severity_rank
+from normscope.doctor.session import Session
+from normscope.doctor.tracing.paths import ModuleNames
+from normscope.doctor.tracing.readings import Readings
+from normscope.errors import BadInput, NormscopeError, told
+from normscope.monitor import verdict
+from normscope.monitor.look import Look, SiteLook
+from normscope.monitor.ranks import Ranks, process_group
+from normscope.monitor.records import counters, record, watches
+from normscope.monitor.watch import Hook, in_backward, out_of_sight
+from normscope.monitor.writers import JsonLines, TensorBoard, Writer
+
+COSTLY_EVERY = 10
+"""looks; the first is one of them"""
+_NUMBERS = count()
+
+
+class Monitor:
+    """Watch every normalization of a model while it is trained, for at most a few percent of a step.
+
+    At every step, one hook a norm that keeps statistics counts its updates: by the training forward, by recomputation,
+    without gradients, in eval. At the first step and every ``every`` steps a look is taken: statistics of the batch
+    against the stored ones, denominators against eps, gains and their gradients; and the doctor's rules are applied
+    (NS2xx, NS3xx and NS4xx as far as a training decides them). Nothing is changed: the same bits are trained with a
+    monitor as without one, and after ``stop()`` no hook is left.
+
+    Args:
+        model: a module, or several by name: ``{"student": student, "teacher": teacher}``. ``torch.compile`` and
+            data-parallel wrappers are looked through.
+        optimizer: one or several; a step of any of them is a step. Without one, call ``step()`` after each optimizer
+            step; without either, a forward pass with gradients counts as a step and NS310 is not decided.
+        every: steps from one look to the next.
+        select, ignore: rule codes, or their beginnings, to apply or to leave out.
+        frozen_policy: what you meant to freeze, as in :func:`normscope.check`.
+        on_finding: called with each new :class:`~normscope.doctor.report.Finding`; what it raises ends the training.
+        jsonl: a file to which looks and findings are appended, one JSON object a line.
+        tensorboard: a directory or a ``SummaryWriter``.
+        seed: of what a look picks at random.
+        world, rank, store: of the process group, for runs without ``torch.distributed``'s default one.
+
+    Raises:
+        BadInput: settings that cannot be used.
+        Refused: a model that cannot be read (lazy, meta, or sharded by FSDP over several ranks).
+        MissingExtra: ``tensorboard`` is a directory and the package is not installed.
+
+    Example:
+        >>> import normscope
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with normscope.Monitor(model, optimizer) as monitor:
+        ...     for _ in range(3):
+        ...         loss = model(torch.randn(32, 8)).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        >>> monitor.steps, monitor.findings, len(model[1]._forward_pre_hooks)
+        (3, (), 0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        every: int = 100,
+        *,
+        select: Sequence[str] | None = None,
+        ignore: Sequence[str] | None = None,
+        frozen_policy: str = "",
+        on_finding: Callable[[Finding], object] | None = None,
+        jsonl: str | Path | None = None,
+        tensorboard: Any = None,
+        seed: int = 0,
+        world: int | None = None,
+        rank: int | None = None,
+        store: Any = None,
+    ) -> None:
+        self._model = arguments.module(nn.ModuleDict(model) if isinstance(model, Mapping) else model)
+        self._optimizers = _optimizers(optimizer)
+        arguments.settings(None, None, on_finding, frozen_policy)
+        self.every = arguments.whole_number("every", every, 1, 2**31)
+        chosen(select, ignore)  # refuses what is no code
+        self._select, self._ignore = select, ignore
+        self._settings = {"seed": seed, "frozen_policy": frozen_policy}
+        self._on_finding = on_finding
+        self._jsonl, self._tensorboard = jsonl, tensorboard
+        found = process_group()
+        self._world = found[0] if world is None else world
+        self._rank = found[1] if rank is None else rank
+        self._own_store, self._store = store is not None, found[2] if store is None else store
+        self._handles: list[Any] = []
+        self._writers: list[Writer] = []
+        self._running = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.steps = 0
+        """optimizer steps since ``start()``"""
+        self.looks: dict[str, SiteLook] = {}
+        """site name -> its last look"""
+        self._knows_steps = bool(self._optimizers)
+        self._trained = self._told_of_batches = False
+        self._forwards = self._looks = 0
+        self._look: Look | None = None
+        self._found: list[Finding] = []
+        self._severity: dict[tuple[str, str, str], int] = {}
+        self._measured: dict[str, Any] = {}
+        self._reasons: dict[str, str] = {}
+        self._notes: list[str] = []
+
+    # -- its frame -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Monitor:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> Monitor:
+        """Put the hooks on. A monitor that was stopped starts anew.
+
+        Raises:
+            NormscopeError: it is running already.
+        """
+        if self._running:
+            raise NormscopeError("this monitor is running already: stop() it first, or make another")
+        self._reset()
+        with Session(self._model) as session:
+            self._modes = verdict.Modes(session)
+        self._names = ModuleNames(self._modes.model)
+        self._readings = Readings()
+        # the n-th monitors of all ranks belong together; a store of the user's own is theirs alone
+        number = 0 if self._own_store else next(_NUMBERS)
+        self._ranks = Ranks(self._world, self._rank, self._store, number)
+        subject = verdict.subject_of(self._modes, **self._settings)
+        self._watches, unseen = watches(subject.sites, self._names)
+        if unseen:
+            self._notes.append(f"{', '.join(unseen)}: scripted, takes no hooks and is not watched")
+        if self._jsonl is not None:
+            self._writers.append(JsonLines(self._jsonl))
+        if self._tensorboard is not None:
+            self._writers.append(TensorBoard(self._tensorboard))
+        self._handles = [
+            watch.module.register_forward_pre_hook(Hook(watch.before)) for watch in self._watches.values()
+        ]
+        self._handles += [
+            root.register_forward_pre_hook(Hook(self._forward), with_kwargs=True)
+            for root in _roots(self._modes.model)
+        ]
+        self._handles += [o.register_step_post_hook(self._optimizer_stepped) for o in self._optimizers]
+        self._running = True
+        self._begin_look()
+        return self
+
+    def stop(self) -> None:
+        """Take the hooks off and judge what was seen since the last look. The model is as without a monitor."""
+        if not self._running:
+            return
+        self._running = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._look is not None:
+            self._look.close()  # an unfinished step: nothing is concluded from it
+            self._look = None
+        for watch in self._watches.values():
+            watch.close(self._forwards, whole=False)
+        try:
+            self._tell(self._judge()[0])
+        finally:
+            for writer in self._writers:
+                writer.close()
+            self._writers = []
+
+    # -- what training tells -------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """An optimizer step was made. Not needed where the monitor was given the optimizer."""
+        self._knows_steps = True
+        if self._running and not self._optimizers:
+            self._stepped()
+
+    def batch(self, *inputs: Any) -> None:
+        """A training forward on ``inputs`` begins. Needed only where the model itself is not called (a Lightning
+        module, whose ``training_step`` calls its parts)."""
+        self._told_of_batches = True
+        self._count(inputs, {})
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if out_of_sight() or self._told_of_batches or not torch.is_grad_enabled() or in_backward():
+            return
+        self._count(args, kwargs)
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._running:
+            return
+        if self._forwards and not self._knows_steps:
+            self._stepped()
+        self._trained = True
+        self._forwards += 1
+        if self._look is not None:
+            self._look.batch(args, kwargs)
+
+    def _optimizer_stepped(self, *_: Any) -> None:
+        self._stepped()
+
+    def _stepped(self) -> None:
+        look, self._look = self._look, None
+        counted = counters(self._watches) if look is not None else {}
+        for name, watch in self._watches.items():
+            hidden = look is not None and not watch.called
+            watch.close(self._forwards, counted[name] - self._counters[name] if hidden else 0)
+        self.steps += 1
+        self._forwards = 0
+        if look is not None:
+            look.close()
+            self._looked(look)
+        if self.steps % self.every == 0:
+            self._begin_look()
+
+    # -- looks ---------------------------------------------------------------------------------------------
+
+    def _begin_look(self) -> None:
+        subject = verdict.subject_of(self._modes, **self._settings)
+        self._counters = counters(self._watches)
+        costly = self._looks % COSTLY_EVERY == 0
+        self._look = Look(self.steps + 1, subject, self._readings, costly=costly)
+        self._looks += 1
+
+    def _looked(self, look: Look) -> None:
+        self.looks.update(look.sites)
+        self._note(look.failed)
+        found: list[Finding] = []
+        try:
+            eps = {site: float(getattr(watch.module, "eps", 0.0)) for site, watch in self._watches.items()}
+            self._ranks.exchange(look.step, look.stored, eps)
+            found = self._judge(look)[0]
+        except Exception as error:  # a fault of the monitor must not end a training
+            self._note([f"step {look.step} could not be judged: {told(error)}"])
+        for writer in self._writers:
+            for site in look.sites.values():
+                writer.look(site)
+        self._tell(found)
+
+    def _judge(self, look: Look | None = None, *, settled: bool = False) -> Any:
+        """Findings, codes that passed, what was not run, and the sites."""
+        subject = verdict.subject_of(self._modes, **self._settings)
+        if look is not None:
+            reasons = look.finish(subject)
+            for name in subject.measured:
+                self._reasons.pop(name, None)
+            self._reasons.update({k: why for k, why in reasons.items() if k not in self._measured})
+            self._measured.update(subject.measured)
+        subject.measured = dict(self._measured)
+        subject.measured["training"] = record(
+            subject.sites,
+            self._watches,
+            self.looks,
+            self._measured.get("effective_samples", {}),
+            self._ranks.found,
+            steps=self.steps,
+            knows_steps=self._knows_steps,
+            trained=self._trained,
+            world=self._world,
+            rank=self._rank,
+        )
+        which = verdict.rules(self._select, self._ignore, settled=settled or self.steps >= verdict.WARM)
+        return *verdict.verdict(which, subject, self._reasons), subject.sites
+
+    def _tell(self, found: Iterable[Finding]) -> None:
+        for finding in found:
+            news = False
+            for one in (finding, *finding.also):
+                key = one.code, one.site, str(one.evidence.get("diagnosis", ""))
+                if severity_rank(one.severity) > self._severity.get(key, -1):
+                    self._severity[key], news = severity_rank(one.severity), True
+            if not news:
+                continue
+            self._found.append(finding)
+            for writer in self._writers:
+                writer.finding(self.steps, finding)
+            if self._on_finding is not None:
+                self._on_finding(finding)
+
+    def _note(self, notes: Iterable[str]) -> None:
+        self._notes += [note for note in dict.fromkeys(notes) if note not in self._notes]
+
+    # -- results -------------------------------------------------------------------------------------------
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """In the order in which they appeared; one that grows to new sites or graver appears again."""
+        return tuple(self._found)
+
+    def report(self) -> Report:
+        """What holds now, of all that was seen since ``start()``; rules on settled statistics included."""
+        if not hasattr(self, "_modes"):
+            raise BadInput("nothing was watched yet: start() the monitor, or use it in a with statement")
+        if self._running:
+            for watch in self._watches.values():
+                watch.settle()
+        found, passed, not_run, sites = self._judge(settled=True)
+        codes = {finding.code for finding in found}
+        gone = dict.fromkeys(
+            f"{f.code} at {f.site or 'the model'}" for f in self._found if f.code not in codes
+        )
+        notes = [*self._notes, f"seen: {self.steps} optimizer steps, a look at every {self.every}th"]
+        notes += [f"was found earlier and no longer holds: {', '.join(gone)}"] if gone else []
+        return Report(
+            findings=tuple(sorted(found, key=lambda f: (-severity_rank(f.severity), f.code))),
+            sites=tuple(row(site) for site in sites),
+            passed=tuple(passed),
+            not_run=tuple(not_run),
+            notes=tuple(notes),
+            target=f"training of {type(self._modes.model).__name__}",
+            versions=versions(),
+        )
+
+
+def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    several = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    for optimizer in several:
+        arguments.settings(optimizer, None, None, "")
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise BadInput(
+                f"{type(optimizer).__name__} has no register_step_post_hook: leave it out and call step() after each "
+                "of its steps"
+            )
+    return several
+
+
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """The modules whose call is a forward pass: the model, or what a mere container of modules holds."""
+    if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
+        return [root for child in model.children() for root in _roots(child)]
+    return [] if isinstance(model, torch.jit.ScriptModule) else [model]

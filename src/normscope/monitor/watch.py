@@ -1,0 +1,219 @@
+"""One site watched all through training: who moves its running statistics, and how often.
+
+One forward pre-hook a site that keeps statistics; it reads flags and counts. Values are compared (PyTorch moves no
+version counter of running statistics) only where a pass should not move them: without gradients, or in eval mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from normscope.doctor.session import _ALONE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REMEMBERED = 32
+"""optimizer steps that medians are taken of"""
+CHECKED = 4
+"""passes a stretch whose effect on the values is looked at; the others are taken to do the same"""
+
+_graph_task = torch._C._current_graph_task_id
+"""-1 outside of a backward pass"""
+
+
+def in_backward() -> bool:
+    """A forward that runs now is a recomputation."""
+    return bool(_graph_task() != -1)
+
+
+def out_of_sight() -> bool:
+    """The pass is traced by a compiler, or made by a check of this thread, which undoes what it does."""
+    return torch.compiler.is_compiling() or _ALONE._is_owned()  # type: ignore[attr-defined]
+
+
+def nothing(*_: Any) -> None:
+    """What the hook of a copied model does."""
+
+
+class Hook:
+    """A hook that belongs to one module: copies and pickles of the model (moving averages, checkpoints of whole
+    modules) get one that does nothing, instead of a copy of the monitor."""
+
+    def __init__(self, work: Callable[..., None] = nothing) -> None:
+        self.work = work
+
+    def __call__(self, *args: Any) -> None:
+        self.work(*args)
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """Updates between two optimizer steps."""
+
+    updates: int
+    in_backward: int
+    forwards: int
+    counted: int = 0
+    """by the module's own counter, where calls cannot be seen"""
+
+
+class Watch:
+    """Counts of one module. ``with_grad`` and the like are of the stretch since the last optimizer step.
+
+    Args:
+        name: of the site.
+        module: it, with ``running_mean`` or ``running_var``.
+        updates: in which of "train" and "eval" a forward moves the statistics, as far as that is known.
+        witness: a parameter that tells whether the weights move; None where there is none.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, updates: tuple[str, ...], witness: Tensor | None
+    ) -> None:
+        self.name, self.module = name, module
+        self._in_train, self._in_eval = "train" in updates, "eval" in updates
+        self._cumulative = _momentum(module) is None
+        self._witness = witness
+        self._weights: Tensor | None = None
+        self.steps: deque[Step] = deque(maxlen=REMEMBERED)
+        self.whole = 0  # steps that updated it
+        self.total_with_grad = self.without_grad = self.in_eval = self.recalibrated = self.stretches = 0
+        self.shift = self.log_var = 0.0
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.with_grad = self.recomputed = 0
+        self._unasked = self._compared = self._moved = 0
+        self.called = self._recalibrating = False
+        self._first: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    # -- the hook ------------------------------------------------------------------------------------------
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook. The common way through it is five tests and an addition."""
+        if out_of_sight():
+            return
+        self.called = True
+        if self._pending is not None:
+            self.settle()
+        if module.training and torch.is_grad_enabled():
+            if self._in_train:
+                if _graph_task() != -1:
+                    self.recomputed += 1
+                else:
+                    self.with_grad += 1
+        elif self._in_train if module.training else self._in_eval:
+            self._suspect(module)
+
+    def _suspect(self, module: nn.Module) -> None:
+        """A pass that should not move the statistics: what they are before it, to compare with what they are after."""
+        now = _values(module)
+        if self._first is None:
+            self._first = now
+            reset = self.total_with_grad > 0 and not bool(now[0].any()) and bool((now[1] == 1).all())
+            self._recalibrating = reset or (not self._cumulative and _momentum(module) is None)
+            if self._weights is None and self._witness is not None:
+                self._weights = self._witness.detach().clone()
+        self._pending = now
+
+    def settle(self) -> None:
+        """After the last suspicious pass: did it move the statistics?"""
+        before, self._pending = self._pending, None
+        if before is None:
+            return
+        if self._compared < CHECKED:
+            after = _values(self.module)
+            self._compared += 1
+            self._moved += not (torch.equal(before[0], after[0]) and torch.equal(before[1], after[1]))
+        if not self._moved:
+            return
+        self._last = _values(self.module)
+        if self._recalibrating:
+            self.recalibrated += 1
+        elif self.module.training:
+            self._unasked += 1
+        else:
+            self.in_eval += 1
+
+    # -- between steps -------------------------------------------------------------------------------------
+
+    def close(self, forwards: int, counted: int = 0, *, whole: bool = True) -> None:
+        """An optimizer step has come (or the end, which is not ``whole``)."""
+        self.settle()
+        checkpointed = min(self._unasked, self.recomputed)  # reentrant: first without gradients, then again
+        unasked = self._unasked - checkpointed
+        asked = self.with_grad + checkpointed
+        updates = asked + self.recomputed
+        self.total_with_grad += asked + (self.recomputed if not asked else 0)
+        if whole and (updates or counted):
+            self.steps.append(Step(updates or counted, self.recomputed, forwards, counted))
+            self.whole += 1
+        if unasked:
+            self.without_grad += unasked
+            self.stretches += 1
+        if (unasked or self.in_eval) and self._first is not None and self._last is not None:
+            shift, log_var = distance(self._first, self._last, float(getattr(self.module, "eps", 0.0) or 0.0))
+            self.shift, self.log_var = max(self.shift, shift), max(self.log_var, log_var)
+        self._clear()
+
+    def typical(self, of: str) -> float:
+        return float(median(getattr(step, of) for step in self.steps)) if self.steps else 0.0
+
+    @property
+    def counted_only(self) -> bool:
+        return any(step.counted for step in self.steps)
+
+    @property
+    def follows(self) -> bool:
+        """Its parameters have moved since it first ran without gradients, and it never ran with them."""
+        if self.total_with_grad or self._weights is None or self._witness is None:
+            return False
+        return not torch.equal(self._weights, self._witness.detach().to(self._weights))
+
+
+def distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], eps: float) -> tuple[float, float]:
+    """Root mean square of the shift of the means in units of the denominator, and the largest |log ratio| of
+    variance + eps, over the channels that are finite and alive.
+
+    >>> zero, one = torch.zeros(2), torch.ones(2)
+    >>> distance((zero, one), (2 * one, one), 0.0), distance((zero, one), (zero, math.e * one), 0.0)[1]
+    ((2.0, 0.0), 1.0)
+    """
+    (mean, var), (mean_now, var_now) = ([t.double().flatten() for t in pair] for pair in (one, other))
+    live = (var > 0) & (var_now > 0)
+    for value in (mean, mean_now, var, var_now):
+        live &= torch.isfinite(value)
+    if not bool(live.any()):
+        return 0.0, 0.0
+    shift = ((mean_now - mean)[live].square() / (var[live] + eps)).mean().sqrt()
+    ratio = ((var_now[live] + eps) / (var[live] + eps)).log().abs().max()
+    return float(shift), float(ratio)
+
+
+def _values(module: nn.Module) -> tuple[Tensor, Tensor]:
+    mean, var = getattr(module, "running_mean", None), getattr(module, "running_var", None)
+    mean = torch.zeros_like(var) if mean is None else mean  # type: ignore[arg-type]
+    var = torch.ones_like(mean) if var is None else var
+    return mean.detach().clone(), var.detach().clone()
+
+
+def _momentum(module: nn.Module) -> float | None:
+    momentum: float | None = getattr(module, "momentum", math.nan)
+    return momentum
