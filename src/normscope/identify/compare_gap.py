@@ -90,7 +90,8 @@ def gap(
 
 def _finite(y_a: Array, y_b: Array) -> NDArray[np.bool_]:
     both = np.concatenate([y_a.ravel(), y_b.ravel()])
-    return np.isfinite(both)
+    finite: NDArray[np.bool_] = np.isfinite(both)
+    return finite
 
 
 def _stored_gap(a: dict[str, Array], b: dict[str, Array]) -> Gap:

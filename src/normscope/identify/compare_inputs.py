@@ -70,7 +70,7 @@ def inputs_for(
 
 def varied(z: Array) -> Array:
     """Level and spread grow along every axis, each at its own pace."""
-    out = z.copy()
+    out: Array = z.copy()
     for axis, size in enumerate(z.shape):
         place = np.arange(size, dtype=np.float64).reshape([-1 if d == axis else 1 for d in range(z.ndim)])
         out = out * (1 + place / (axis + 1)) + place / (axis + 2)

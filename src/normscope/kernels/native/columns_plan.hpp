@@ -27,7 +27,7 @@ constexpr int64_t kLeastTile = 256;
 constexpr int64_t kFoldColumns = 2048;
 constexpr int64_t kSomeTasks = 8;           // enough to keep threads busy
 constexpr int64_t kMostGroups = 64;         // partial sums of parameters
-constexpr int64_t kSerialElements = 32768;  // fewer are not worth waking a thread
+constexpr int64_t kSerialElements = 65536;  // fewer are not worth waking a thread
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
