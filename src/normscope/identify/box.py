@@ -17,7 +17,14 @@ Array = NDArray[np.float64]
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
 """unit roundoff: half the gap between 1 and the next number"""
 
-ADAPTERS = ("torch_functions", "numpy_functions")
+ADAPTERS = (
+    "onnxruntime_sessions",
+    "flax_modules",
+    "keras_layers",
+    "jax_arrays",
+    "torch_functions",
+    "numpy_functions",
+)
 """files of `adapters`, in the order in which they are asked; each has ``adapt(fn, example) -> Box | None``"""
 
 

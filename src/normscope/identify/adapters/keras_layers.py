@@ -1,0 +1,68 @@
+"""Keras 3 layers, on whichever backend Keras runs, as float64 layers of the same configuration and weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from normscope.errors import BadInput, told
+from normscope.identify.adapters.jax_arrays import double_precision
+from normscope.identify.box import Array, Box, Boxed, is_shape
+
+
+def adapt(fn: Any, example: Any) -> Box | None:
+    """A built layer, called as ``layer(x)``: in evaluation, unless it trains by itself.
+
+    Raises BadInput where the layer has no configuration to make a float64 twin of.
+    """
+    keras = sys.modules.get("keras")
+    if keras is None or not hasattr(keras, "Layer") or not isinstance(fn, keras.Layer):
+        return None
+    if is_shape(example):
+        shape = tuple(int(n) for n in example)
+    elif hasattr(example, "shape"):
+        shape = tuple(int(n) for n in example.shape)
+    else:
+        return None
+    twin, weights = _twin(fn, shape)
+
+    def call(x: Array) -> Any:
+        with _wide():
+            twin.set_weights(weights)  # what a training call moved goes back
+            return np.asarray(
+                keras.ops.convert_to_numpy(twin(keras.ops.convert_to_tensor(x, dtype="float64")))
+            )
+
+    backend = keras.backend.backend()
+    return Boxed(f"Keras layer {type(fn).__name__}, on {backend} float64", 2.0**-53, call)
+
+
+def _twin(layer: Any, shape: tuple[int, ...]) -> tuple[Any, list[Any]]:
+    """A float64 layer like this one, and its weights."""
+    try:
+        with _wide():
+            twin = type(layer).from_config({**layer.get_config(), "dtype": "float64"})
+            twin.build(shape)
+            weights = [np.asarray(weight, dtype=np.float64) for weight in layer.get_weights()]
+            if layer.built:
+                twin.set_weights(weights)
+            return twin, [np.asarray(weight) for weight in twin.get_weights()]
+    except Exception as error:
+        raise BadInput(
+            f"a Keras layer is identified through a float64 twin, and {type(layer).__name__} cannot be rebuilt from its "
+            f"configuration ({told(error)}). Pass a function: lambda x: layer(x)"
+        ) from error
+
+
+@contextmanager
+def _wide() -> Iterator[None]:
+    """64-bit numbers where the backend is JAX."""
+    if sys.modules["keras"].backend.backend() == "jax":
+        with double_precision():
+            yield
+    else:
+        yield
