@@ -53,8 +53,8 @@ def _twin(layer: Any, shape: tuple[int, ...]) -> tuple[Any, list[Any]]:
             return twin, [np.asarray(weight) for weight in twin.get_weights()]
     except Exception as error:
         raise BadInput(
-            f"a Keras layer is identified through a float64 twin, and {type(layer).__name__} cannot be rebuilt from its "
-            f"configuration ({told(error)}). Pass a function: lambda x: layer(x)"
+            f"a Keras layer is identified through a float64 twin, and {type(layer).__name__} cannot be rebuilt from "
+            f"its configuration ({told(error)}). Pass a function: lambda x: layer(x)"
         ) from error
 
 
