@@ -213,7 +213,7 @@ def _notes(subject: Subject) -> list[str]:
     notes += [f"{name or 'the model'} was not measured: {why}" for name, why in subject.unmeasured.items()]
     notes += [why for why in subject.runs.values() if why.startswith(runs.RAISED)]
     if subject.targets is not None and subject.loss_fn is None:
-        notes.append("targets were given without a loss_fn, so they were not used")
+        notes.append("targets were given without a loss_fn, so only NS504 looked at them")
     if subject.inputs_dependent:
         notes.append(f"the samples of this batch are not independent: {subject.inputs_dependent}")
     fused = [site.name for site in subject.sites if site.fused]
