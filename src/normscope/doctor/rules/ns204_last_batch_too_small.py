@@ -1,0 +1,130 @@
+"""last-batch-too-small: the training set leaves a last batch that batch statistics cannot be taken of.
+
+## What it does
+Divides the number of training samples by the size of the batch that the check was given. Where a remainder is left,
+the statistic sets of that last batch are counted at every site that normalizes by the batch in training, from the
+shapes seen in a forward: samples times places.
+
+- one element a set: a warning. PyTorch raises; a norm written by hand outputs its bias;
+- two elements: a warning. Every pair comes out as +1 and -1 whatever it was, and the running variance takes the
+  estimate in;
+- three or four elements: info. The standard deviation is known to 50 % and 41 %.
+
+The batch of the check is taken for a training batch. Whether the loader drops the last batch (`drop_last=True`)
+cannot be seen from here.
+
+## Why it matters
+Training runs for a whole epoch and fails at its last step; or it does not fail, and once an epoch the weights take a
+step on noise and the running statistics take in a variance from next to nothing.
+
+## Known problems
+A loader that drops, fills up or spreads the remainder makes this harmless: ignore the rule there. Of several
+processes each has its own remainder, which this does not compute.
+
+## Example
+```python
+import torch, normscope
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
+# 1000 = 37 * 27 + 1
+report = normscope.check(model, torch.randn(27, 8), dataset_size=1000)
+print(report)
+```
+
+## Fix
+`DataLoader(..., drop_last=True)`, or another batch size. With very small batches use a norm that does not need one.
+
+## References
+- The documentation of `torch.utils.data.DataLoader`, on `drop_last`.
+- The standard error of a standard deviation, 1 / sqrt(2 (n - 1)) for Gaussian values: any text on statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from normscope.doctor.report import Finding, NotRun
+from normscope.doctor.rules import rule
+from normscope.doctor.wording import fold, percent, plural
+
+if TYPE_CHECKING:
+    from normscope.doctor.site import Call, Site
+    from normscope.doctor.subject import Subject
+
+LARGEST = 4
+
+
+@rule("NS204", "last-batch-too-small", kinds="D", needs=("data",))
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
+    coupled = [site for site in subject.known() if _by_batch_in_training(site)]
+    if not coupled:
+        return
+    if subject.dataset_size is None:
+        yield NotRun("NS204", "needs dataset_size: the number of training samples")
+        return
+    last = subject.dataset_size % subject.batch_size
+    if last == 0:
+        return
+    sizes = [(site, min(_set_sizes(subject, site, last), default=LARGEST + 1)) for site in coupled]
+    small = sorted(((size, site) for site, size in sizes if size <= LARGEST), key=lambda item: item[0])
+    yield from fold(_finding(subject, site, size, last) for size, site in small)
+
+
+def _by_batch_in_training(site: Site) -> bool:
+    assert site.spec is not None
+    return site.mode_train == "batch" and site.spec.properties().couples_samples
+
+
+def _set_sizes(subject: Subject, site: Site, last: int) -> Iterator[int]:
+    """Elements per statistic set of each call, if the batch had ``last`` samples."""
+    for call in site.calls:
+        shape = _shape(subject, site, call, last)
+        if shape is not None:
+            yield (call.spec or site.spec).bind(shape).set_size  # type: ignore[union-attr]
+
+
+def _shape(subject: Subject, site: Site, call: Call, last: int) -> tuple[int, ...] | None:
+    """The call's shape with ``last`` samples; None where its rows are not samples times something."""
+    from normscope.spec import PatternError
+
+    spec = call.spec or site.spec
+    assert spec is not None
+    bound = spec.bind(call.shape)
+    if bound.sample_dim is None:
+        return None
+    rows = call.shape[bound.sample_dim]
+    if rows % subject.batch_size:
+        return None
+    shape = list(call.shape)
+    shape[bound.sample_dim] = rows // subject.batch_size * last
+    try:
+        spec.bind(tuple(shape))
+    except PatternError:  # virtual batches of a fixed size
+        return None
+    return tuple(shape)
+
+
+def _finding(subject: Subject, site: Site, size: int, last: int) -> Finding:
+    told = {
+        1: "its output is the bias, and PyTorch's own layers raise",
+        2: "every pair comes out as +1 and -1",
+    }
+    noise = (1 / (2 * (size - 1))) ** 0.5 if size > 1 else 1.0
+    what = told.get(size, f"their scale is known to {percent(noise)}")
+    return Finding(
+        code="NS204",
+        site=site.name,
+        severity="warning" if size <= 2 else "info",
+        message=f"{subject.dataset_size} training samples in batches of {subject.batch_size} leave a last batch of "
+        f"{plural(last, 'sample')}, whose statistic sets here have {plural(size, 'element')}: {what} (unless the "
+        "loader drops that batch, which cannot be seen).",
+        evidence={
+            "dataset_size": subject.dataset_size,
+            "batch_size": subject.batch_size,
+            "last_batch": last,
+            "set_size": size,
+        },
+        fix="DataLoader(..., drop_last=True), or another batch size",
+        mode="train",
+    )
