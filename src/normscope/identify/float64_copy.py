@@ -1,0 +1,109 @@
+"""Copies of a module to experiment on: float64 or another dtype, on the CPU, without the owner's hooks.
+
+A copy shares no memory with the module that it was made of. Casts to float32 inside a forward would leave errors of
+1e-7, under which one convention cannot be told from another; in a float64 copy they are redirected to float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import TorchFunctionMode
+
+from normscope.errors import BadInput, told
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_full_backward_hooks",
+)
+
+
+class Float32AsFloat64(TorchFunctionMode):
+    """Every cast to float32 that a forward asks for gives float64: ``.float()``, ``.to``, ``.type``, ``dtype=``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(
+            *(_widened(value) for value in args), **{k: _widened(v) for k, v in (kwargs or {}).items()}
+        )
+
+
+def _widened(value: Any) -> Any:
+    named = isinstance(value, str) and value == "torch.FloatTensor"
+    return torch.float64 if value is torch.float32 or named else value
+
+
+def copied(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A copy in ``dtype`` on the CPU that shares no memory with ``module`` and runs none of its owner's hooks.
+
+    Hooks of torch itself (weight norm, spectral norm) are part of the function and stay.
+
+    Raises:
+        BadInput: for modules whose parameters have no values yet (lazy, meta), or that cannot be copied.
+    """
+    _refuse_without_values(module)
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for name in _HOOKS:
+            hooks = part.__dict__.get(name)
+            if hooks:
+                memo[id(hooks)] = OrderedDict((k, hook) for k, hook in hooks.items() if _of_torch(hook))
+    try:
+        # the hooks that stay are copied too, so that what they hold is not the owner's
+        memo |= {key: copy.deepcopy(hooks) for key, hooks in memo.items()}
+        made = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise BadInput(
+            f"a module is identified on a copy, and {type(module).__name__} cannot be copied ({told(error)}). "
+            "Drop cached activations and open handles first, or pass a function of one array"
+        ) from error
+    made = made.to(device="cpu", dtype=dtype)
+    for owner, name, value in plain_tensors(made):
+        setattr(owner, name, value.detach().to(device="cpu", dtype=dtype))
+    return made
+
+
+def plain_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Floating tensors that are attributes of a module but neither parameters nor buffers."""
+    for part in module.modules():
+        for name, value in list(part.__dict__.items()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                yield part, name, value
+
+
+def _refuse_without_values(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise BadInput(
+                f"a module is identified by its values, and {name} of {type(module).__name__} is not initialized "
+                "yet (a lazy module). Run one forward first"
+            )
+        if tensor.is_meta:
+            raise BadInput(
+                f"a module is identified by its values, and {name} of {type(module).__name__} is on the meta device. "
+                "Load its values first: module.to_empty(device='cpu'), then load_state_dict"
+            )
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Whether hooks of its owner were left out of the copy."""
+    return any(
+        not _of_torch(hook)
+        for part in module.modules()
+        for name in ("_forward_hooks", "_forward_pre_hooks")
+        for hook in part.__dict__.get(name, {}).values()
+    )
+
+
+def _of_torch(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils")

@@ -1,0 +1,55 @@
+"""The order of casts of an identified module, from a bfloat16 copy with random gains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from normscope.errors import ModelError
+from normscope.identify.cast_order import cast_order, rounded
+from normscope.identify.module_box import box_of_module
+from normscope.identify.module_mode import InMode
+from normscope.identify.module_state import Whole
+from normscope.identify.probing import direction
+from normscope.identify.result import Evidence
+from normscope.spec import Cast
+
+CAST = 1e-12
+"""a cast to float32 on the way leaves 6e-8, float64 throughout 1e-15"""
+
+
+def casts(
+    module: nn.Module, whole: Whole, here: InMode, training: bool | None
+) -> tuple[Cast | None, tuple[Evidence, ...]]:
+    """Which dtype computes, and where the weight is applied; no cast and a reason where bfloat16 does not run."""
+    x = direction(here.box.shape, 107)
+    generic = here.box.set(here.generic)
+    inside, direct = generic(x), replace(generic, redirect=False)(x)
+    lost = float(np.max(np.abs(inside - direct)) / (np.max(np.abs(inside)) or 1.0))
+    float32 = lost > CAST
+    found = Evidence(
+        "casts to float32 whatever the input's dtype" if float32 else "computes float64 inputs in float64",
+        "a float64 copy, casts to float32 redirected and not",
+        {"largest difference": lost},
+    )
+    half = replace(box_of_module(module, here.box.call, torch.bfloat16), name=here.box.name)
+    half = half if training is None else half.in_mode(training)
+    values = {name: rounded(value) for name, value in here.generic.items()}
+    weight, bias = whole.values.read({**here.own, **values})
+    try:
+        cast, evidence = cast_order(
+            half.set(values),
+            whole.spec,
+            weight,
+            bias,
+            whole.state({**here.own, **values}),
+            not here.fixed,
+            float32,
+        )
+    except ModelError as error:
+        told = Evidence(f"does not run in bfloat16, so casts were not seen ({error})", "a bfloat16 copy")
+        return None, (found, told)
+    return cast, (found, evidence)

@@ -1,0 +1,102 @@
+"""A module in one of its modes: what each tensor does there, and which normalization the bare function is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from normscope.identify.gains import Gain, law_of_gain
+from normscope.identify.identification import identify_box
+from normscope.identify.module_box import Array, ModuleBox, as_array, tensors_of
+from normscope.identify.probing import direction
+from normscope.identify.result import Evidence, Identification
+from normscope.identify.tensor_roles import Role, generic_values, roles
+
+
+@dataclass(frozen=True)
+class InMode:
+    """One mode of a module, probed."""
+
+    box: ModuleBox
+    training: bool
+    roles: dict[str, Role]
+    gains: dict[str, Gain]
+    """law of each tensor that is a gain"""
+    neutral: ModuleBox
+    """gains 1, biases and stored means 0, stored variances 1; what does anything else at random numbers"""
+    core: Identification
+    """of the neutral function"""
+    own: dict[str, Array]
+    """the module's own tensors"""
+    generic: dict[str, Array]
+    """random numbers in their place"""
+    moved: tuple[str, ...]
+    """tensors that a call changes"""
+
+    def named(self, *kinds: str) -> list[Role]:
+        return [role for role in self.roles.values() if role.kind in kinds]
+
+    @property
+    def tensor_evidence(self) -> tuple[Evidence, ...]:
+        """What each tensor was found to do."""
+        found = [gain.evidence for gain in self.gains.values()]
+        words = {"bias": "is added: the bias", "mean": "is subtracted before the gain: a stored mean"}
+        for kind, does in words.items():
+            for role in self.named(kind):
+                numbers: dict[str, float | int | str | tuple[int, ...]] = {"shape": role.shape}
+                found.append(
+                    Evidence(f"{role.name} {does}", f"{role.name} moved, at random other tensors", numbers)
+                )
+        return tuple(found)
+
+    @property
+    def fixed(self) -> bool:
+        """Every output is a straight function of its own input."""
+        return self.core.fixed is not None
+
+
+def look(box: ModuleBox, training: bool, layout: str | None) -> InMode:
+    """Probe a module in the mode that it is in. Raises ModelError where it raises."""
+    x, other = direction(box.shape, 101), direction(box.shape, 102)
+    found = roles(box, (x, other))
+    settings: dict[str, Array] = {}
+    for role in found.values():
+        if role.kind == "mixed":
+            settings[role.name] = generic_values(box)[role.name]
+        elif role.kind != "none":
+            settings[role.name] = np.full(role.shape, 0.0 if role.kind in ("bias", "mean") else 1.0)
+    level = box.set(settings)
+    laws = {role.name: law_of_gain(level, role, x) for role in found.values() if role.kind == "gain"}
+    offsets = {name: gain.offset for name, gain in laws.items() if gain.offset}
+    neutral = level.set({name: np.full(found[name].shape, 1.0 - o) for name, o in offsets.items()})
+    generic = generic_values(box)
+    after = box.set(generic).run(x).tensors
+    own = {name: as_array(tensor) for name, tensor in tensors_of(box.module).items()}
+    moved = tuple(
+        name for name, value in after.items() if not np.array_equal(value, generic.get(name, own[name]))
+    )
+    core = identify_box(neutral, box.shape, layout=layout)
+    return InMode(box, training, found, laws, neutral, core, own, generic, moved)
+
+
+def same_in_both(one: ModuleBox, other: ModuleBox) -> bool:
+    """Whether two modes of one module give the same outputs and write nothing, at random tensors."""
+    values = generic_values(one)
+    x = direction(one.shape, 103)
+    try:
+        outcomes = [box.set(values).run(x) for box in (one, other)]
+    except Exception:  # a mode that raises is another mode
+        return False
+    return bool(np.array_equal(outcomes[0].output, outcomes[1].output, equal_nan=True)) and all(
+        np.array_equal(outcome.tensors[name], value) for outcome in outcomes for name, value in values.items()
+    )
+
+
+def depends_on_chance(box: ModuleBox) -> float:
+    """Largest change of the output with other random numbers, over the largest output."""
+    x = direction(box.shape, 104)
+    one, other = box(x), replace(box, seed=box.seed + 1)(x)
+    if one.shape != other.shape:
+        return 1.0
+    return float(np.max(np.abs(one - other), initial=0.0) / (np.max(np.abs(one), initial=0.0) or 1.0))

@@ -1,0 +1,189 @@
+"""A module as one specification with a mode: the bare function, its tensors, and what it stores, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from normscope.identify.module_box import Array
+from normscope.identify.module_mode import InMode
+from normscope.identify.module_parameters import Values, affine_values, stored_values
+from normscope.identify.partition import Factor, Partition
+from normscope.identify.probing import direction
+from normscope.identify.result import Evidence
+from normscope.identify.spelling import spellings
+from normscope.identify.stored_statistics import Law, Stored, law_of_variance, update_rule
+from normscope.identify.tensor_roles import Role
+from normscope.spec import NormSpec, Running, RunningState
+
+FITTED = 1e-6
+"""relative: how far eps of training, fitted to about 1e-10, may be from that of evaluation"""
+
+
+class NotOfTheFamily(Exception):
+    """What a module's tensors do that no specification says. The text is the reason."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A specification with everything that goes into the reference."""
+
+    values: Values
+    mode: str
+    stored: Stored | None
+    evidence: tuple[Evidence, ...]
+    notes: tuple[str, ...]
+    equivalent: tuple[NormSpec, ...]
+
+    @property
+    def spec(self) -> NormSpec:
+        return self.values.spec
+
+    def state(self, tensors: dict[str, Array]) -> RunningState | None:
+        return None if self.stored is None else self.stored.state(tensors)
+
+
+def whole_of(here: InMode, there: InMode | None, other_raises: bool, layout: str | None) -> Whole | None:
+    """Put together what two modes showed; None for a fixed map without stored statistics.
+
+    ``there`` is None where the other mode is the same function, or where it raises.
+
+    Raises NotOfTheFamily where a tensor does what no specification says, and NoAxes where it lives on no axes.
+    """
+    modes = [here] if there is None else [here, there]
+    live = next((mode for mode in modes if mode.core.spec is not None), None)
+    fixed = next((mode for mode in modes if mode.fixed and mode.named("mean", "nonlinear")), None)
+    if here.fixed and fixed is None:
+        return None
+    for mode in modes:
+        _require_known_roles(mode)
+    if fixed is None:
+        return _without_state(here, there, layout)
+    if live is None:
+        return _by_state_alone(fixed, other_raises, layout)
+    return _with_state(here, live, fixed, layout)
+
+
+def _without_state(here: InMode, there: InMode | None, layout: str | None) -> Whole:
+    """Statistics of the input in both modes."""
+    values = affine_values(here.core, here, layout)
+    mode = "batch" if values.spec.properties(here.box.shape).couples_samples else "input"
+    notes = here.core.notes
+    if moved := sorted({*here.moved, *(there.moved if there else ())}):
+        notes = (*notes, f"{' and '.join(moved)} moves with each call, and no output depends on it")
+    evidence = (*here.core.evidence, *here.tensor_evidence)
+    return Whole(values, mode, None, evidence, notes, _units_of(values.spec, here.core.equivalent))
+
+
+def _by_state_alone(fixed: InMode, other_raises: bool, layout: str | None) -> Whole:
+    """Stored statistics in every mode that was seen."""
+    core = replace(fixed.core, spec=_by_convention(fixed, layout))
+    values = affine_values(core, fixed, layout)
+    stored, law = _stored(values.spec, fixed)
+    running = Running() if other_raises else Running(momentum=0.0)
+    running = replace(running, over=stored.placed.axes)
+    spec = values.spec.replace(eps=law.eps, eps_at=law.eps_at, gain=law.gain, running=running)
+    notes: tuple[str, ...] = (
+        "the axes that statistics were taken over were not seen: only stored ones were used",
+    )
+    if other_raises:
+        notes += ("how training moves them was not seen: momentum and correction stand at their defaults",)
+    mode = "running" if other_raises else "frozen"
+    return Whole(replace(values, spec=spec), mode, stored, (law.evidence, *fixed.tensor_evidence), notes, ())
+
+
+def _with_state(here: InMode, live: InMode, fixed: InMode, layout: str | None) -> Whole:
+    """Statistics of the input in one mode, ``live``, and stored ones in the other."""
+    values = affine_values(live.core, here, layout)
+    stored, law = _stored(values.spec, fixed)
+    units = _units_of(values.spec, live.core.equivalent)
+    base = next((spec for spec in (values.spec, *units) if _agrees(spec, law)), None)
+    if base is None:
+        told = values.spec
+        raise NotOfTheFamily(
+            f"no single specification says both modes: training divides with eps {told.eps!r} at {told.eps_at} and "
+            f"gain {told.gain:g}, evaluation with eps {law.eps!r} at {law.eps_at} and gain {law.gain:g}"
+        )
+    rule = update_rule(live.box, base, stored, {**live.own, **live.generic})
+    if rule is None:
+        raise NotOfTheFamily(
+            f"training moves {stored.mean} and {stored.var} by no known rule: neither an exponential nor a plain "
+            "average of the batches' statistics"
+        )
+    values = replace(values, spec=base.replace(running=rule.running))
+    evidence = (*live.core.evidence, law.evidence, rule.evidence, *fixed.tensor_evidence)
+    return Whole(values, "batch" if here is live else "running", stored, evidence, live.core.notes, ())
+
+
+def _stored(spec: NormSpec, fixed: InMode) -> tuple[Stored, Law]:
+    stored = stored_values(spec, fixed)
+    if stored is None:
+        names = ", ".join(f"{role.name} ({role.kind})" for role in fixed.named("mean", "nonlinear"))
+        raise NotOfTheFamily(f"a fixed map is made of one stored mean and one variance; it has {names}")
+    inputs = direction(fixed.box.shape, 105), direction(fixed.box.shape, 106)
+    law = law_of_variance(fixed.neutral, stored.var, fixed.roles[stored.var].shape, inputs)
+    if law is None:
+        raise NotOfTheFamily(
+            f"{stored.var} enters by no known law: with the slope a, neither 1/a^2 nor 1/a is a line in it or its root"
+        )
+    return stored, law
+
+
+def _require_known_roles(mode: InMode) -> None:
+    """Raises NotOfTheFamily for the first tensor that a specification has no place for."""
+    for gain in mode.gains.values():
+        if gain.offset is None:
+            numbers = ", ".join(f"{name} {value:.6g}" for name, value in gain.evidence.numbers.items())
+            raise NotOfTheFamily(f"{gain.evidence.conclusion} ({numbers})")
+    word = "training" if mode.training else "evaluation"
+    for role in mode.named("mixed"):
+        raise NotOfTheFamily(f"one output depends on several numbers of {role.name}")
+    for role in () if mode.fixed else mode.named("nonlinear", "mean"):
+        if role.name in mode.moved:
+            raise NotOfTheFamily(
+                f"the output of {word} depends on {role.name}, which the call moves, and on statistics of the input, "
+                "as in batch renormalization"
+            )
+        raise NotOfTheFamily(
+            f"{role.name} bends the output of {word}, as a learned eps or exponent does: it is no weight, bias, stored "
+            "mean or stored variance"
+        )
+
+
+def _units_of(spec: NormSpec, equivalent: tuple[NormSpec, ...]) -> tuple[NormSpec, ...]:
+    """The same function by other conventions for the denominator, each with a weight or gain of its own."""
+    found = [
+        spec.replace(
+            scale=other.scale,
+            correction=other.correction,
+            eps=other.eps,
+            eps_at=other.eps_at,
+            gain=spec.gain if spec.weight is not None else other.gain * spec.gain,
+        )
+        for other in equivalent
+    ]
+    return tuple(one for one in dict.fromkeys(found) if one != spec)
+
+
+def _agrees(spec: NormSpec, law: Law) -> bool:
+    return (
+        spec.eps is not None
+        and abs(spec.gain - law.gain) <= FITTED * law.gain
+        and abs(spec.eps - law.eps) <= FITTED * law.eps
+        and (spec.eps_at == law.eps_at or law.eps == 0)
+    )
+
+
+def _by_convention(fixed: InMode, layout: str | None) -> NormSpec:
+    """Where only stored statistics are used: they are kept on the axes that they vary along."""
+    shape = fixed.box.shape
+    roles = fixed.named("mean", "nonlinear")
+    dims = tuple(
+        (Factor(size, size == 1 or any(_varies_along(role, dim) for role in roles)),)
+        for dim, size in enumerate(shape)
+    )
+    return next(spellings(Partition(shape, dims), layout, {})).spec
+
+
+def _varies_along(role: Role, dim: int) -> bool:
+    entries = role.entries
+    return entries is not None and bool((entries != entries.take([0], axis=dim)).any())

@@ -1,0 +1,74 @@
+"""The whole against the reference: fresh inputs, the module's own tensors and random ones, in both modes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from normscope import reference
+from normscope.identify.module_box import Array
+from normscope.identify.module_mode import InMode
+from normscope.identify.module_state import Whole
+from normscope.identify.probing import direction
+from normscope.identify.result import Evidence
+
+FLOAT64, FLOAT32 = 1e-9, 1e-5
+"""largest error allowed, over the largest output: float64 gives 1e-15; float32 inside, 1e-7 times the conditioning"""
+SEEDS = (201, 202)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How far the module is from the reference."""
+
+    error: float
+    evidence: Evidence
+    contradiction: str
+    """\"\" where all errors are within rounding"""
+
+
+def verified(whole: Whole, modes: Sequence[InMode]) -> Verified:
+    """Compare outputs with the tensors put back, and with random ones, which no zero hides."""
+    errors: dict[str, float] = {}
+    for mode in modes:
+        word = "training" if mode.training else "evaluation"
+        for which, tensors in (("own", mode.own), ("random", {**mode.own, **mode.generic})):
+            errors[f"{word}, {which} tensors"] = max(
+                _error(whole, mode, tensors, x) for x in _inputs(whole, mode.box.shape)
+            )
+    error = max(errors.values())
+    coarse = any("float32" in entry.conclusion for mode in modes for entry in mode.core.evidence)
+    evidence = Evidence(
+        "the whole was compared with the reference, tensors put back",
+        "fresh inputs of usual size, far from zero, and at the size of eps",
+        errors,
+    )
+    if error <= (FLOAT32 if coarse else FLOAT64):
+        return Verified(error, evidence, "")
+    worst = max(errors, key=lambda name: errors[name])
+    return Verified(
+        error,
+        evidence,
+        f"it is near to {whole.spec}, but misses it by {error:.2g} of the largest output ({worst})",
+    )
+
+
+def _inputs(whole: Whole, shape: tuple[int, ...]) -> list[Array]:
+    eps = 2.0**-52 if whole.spec.eps is None else abs(whole.spec.eps)
+    small = eps if whole.spec.eps_at in ("std", "max") else eps**0.5
+    one, two = (direction(shape, seed) for seed in SEEDS)
+    return [one, 5 + 30 * two, (small or 1e-3) * one]
+
+
+def _error(whole: Whole, mode: InMode, tensors: dict[str, Array], x: Array) -> float:
+    settings = {name: value for name, value in tensors.items() if name in mode.generic}
+    y = mode.box.set(settings)(x)
+    weight, bias = whole.values.read(tensors)
+    expected = reference.forward(
+        x, whole.spec, weight, bias, running=whole.state(tensors), training=not mode.fixed
+    )
+    if not np.isfinite(y).all():
+        return float("inf")
+    return float(np.max(np.abs(y - expected)) / (np.max(np.abs(expected)) or 1.0))

@@ -1,0 +1,152 @@
+"""Identification of a torch module: of a float64 copy, by moving its inputs, its parameters and its buffers.
+
+The order of the probes: what each tensor does (a gain, a bias, a stored mean, something else); then, with gains 1 and
+biases 0, which normalization the bare function is; then what is stored and how it moves; then everything is put
+back and the whole is compared with the reference on fresh inputs, in training and in evaluation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from normscope.errors import ModelError, told
+from normscope.identify.constant_input import gradient_at_constant
+from normscope.identify.float64_copy import has_own_hooks
+from normscope.identify.identification import identify_box
+from normscope.identify.masks import mask_argument, probe_mask, with_everything_valid
+from normscope.identify.module_box import ModuleBox, box_of_module, call_of
+from normscope.identify.module_casts import casts
+from normscope.identify.module_mode import InMode, depends_on_chance, look, same_in_both
+from normscope.identify.module_parameters import NoAxes
+from normscope.identify.module_state import NotOfTheFamily, Whole, whole_of
+from normscope.identify.module_verified import verified
+from normscope.identify.result import Identification
+
+
+def identify_module(
+    module: nn.Module, example: Any, layout: str | None = None, training: bool | None = None
+) -> Identification:
+    """Which normalization a torch module is, by its behaviour, its parameters and its buffers.
+
+    The module itself is never called or written: all happens in copies on the CPU, float64 with casts to float32
+    redirected, and bfloat16 for the order of casts.
+
+    Arguments:
+        module: any module of one varied tensor whose output has the shape of its input.
+        example: that tensor (its values do not matter, its shape does), an array, a shape, a tuple of arguments or a
+            dict of keywords; all but the first floating tensor is passed as it is.
+        layout: names of the input's axes, ``"b c h w"``.
+        training: the mode to identify; None for the mode that the module is in. Where statistics are stored, the
+            other mode is identified and verified too.
+
+    Raises BadInput for modules without values (lazy, meta) or that cannot be copied, and where the example holds no
+    floating array; ModelError where the module raises on the example.
+
+    >>> found = identify_module(nn.LayerNorm(6), (4, 6))
+    >>> print(found.spec)
+    ... d -> ...; centered; std, biased; eps 1e-05 inside the root; weight d; bias d
+    """
+    box = with_everything_valid(box_of_module(module, call_of(example)))
+    box = replace(box, name=f"module {type(module).__name__}")
+    here_trains = box.module.training if training is None else training
+    here_box = box if training is None else box.in_mode(training)
+    answer = Identification(name=f"{box.name}, in {'training' if here_trains else 'evaluation'}")
+    if has_own_hooks(module):
+        answer = _noted(answer, "its forward hooks were left out of the copy that was probed")
+
+    if chance := depends_on_chance(here_box):
+        return replace(
+            answer,
+            reason=f"it is random: with other random numbers the output moves by {chance:.2g} of the largest",
+        )
+    here = look(here_box, here_trains, layout)
+    if here.core.reason is not None:
+        return replace(answer, reason=here.core.reason, evidence=here.core.evidence, notes=here.core.notes)
+    there, raises = _other_mode(box, here, layout)
+    if raises:
+        answer = _noted(answer, raises)
+    try:
+        whole = whole_of(here, there, bool(raises), layout)
+    except (NotOfTheFamily, NoAxes) as contradiction:
+        return _opaque(answer, here, layout, str(contradiction))
+    if whole is None:
+        bare = identify_box(here_box, here_box.shape, layout=layout)
+        return replace(
+            answer,
+            fixed=bare.fixed,
+            reason=bare.reason,
+            evidence=(*bare.evidence, *here.tensor_evidence),
+            notes=(*answer.notes, "none of its tensors acts as a stored variance"),
+        )
+    return _finished(answer, whole, here, there, module, training)
+
+
+def _other_mode(box: ModuleBox, here: InMode, layout: str | None) -> tuple[InMode | None, str]:
+    """The mode that was not asked for; None where it is the same function, or raises (and then how)."""
+    other = box.in_mode(not here.training)
+    if same_in_both(here.box, other):
+        return None, ""
+    word = "training" if not here.training else "evaluation"
+    try:
+        return look(other, not here.training, layout), ""
+    except ModelError as error:
+        return None, f"in {word} it raises, so that mode was not seen ({told(error.__cause__ or error)})"
+
+
+def _finished(
+    answer: Identification,
+    whole: Whole,
+    here: InMode,
+    there: InMode | None,
+    module: nn.Module,
+    training: bool | None,
+) -> Identification:
+    """Casts, gradients and masks; then the whole against the reference, with all tensors put back."""
+    modes = [here] if there is None else [here, there]
+    checked = verified(whole, modes)
+    if checked.contradiction:
+        return replace(
+            answer,
+            reason=checked.contradiction,
+            evidence=(*whole.evidence, checked.evidence),
+            max_error=checked.error,
+        )
+    cast, cast_evidence = casts(module, whole, here, training)
+    found = [*whole.evidence, *cast_evidence]
+    if gradient := gradient_at_constant(here.box):
+        found.append(gradient)
+    notes = [*answer.notes, *whole.notes]
+    argument = mask_argument(here.box.module)
+    if argument is not None and (mask := probe_mask(here.box, argument)):
+        found.append(mask.evidence)
+        if not mask.honoured:
+            notes.append(mask.evidence.conclusion)
+    weight, bias = whole.values.read(here.own)
+    spec = whole.spec if cast is None else whole.spec.replace(cast=cast)
+    return replace(
+        answer,
+        spec=spec,
+        mode=whole.mode,
+        weight=weight,
+        bias=bias,
+        max_error=checked.error,
+        evidence=(*found, checked.evidence),
+        equivalent=tuple(other.replace(cast=spec.cast) for other in whole.equivalent),
+        notes=tuple(notes),
+    )
+
+
+def _opaque(answer: Identification, here: InMode, layout: str | None, reason: str) -> Identification:
+    """Out of the family by what its tensors do; as a function of its input alone it may still be a member."""
+    bare = identify_box(here.box, here.box.shape, layout=layout)
+    notes = answer.notes
+    if bare.spec is not None:
+        notes = (*notes, f"with its numbers as they are it computes: {bare.spec}")
+    return replace(answer, reason=reason, evidence=(*here.core.evidence, *here.tensor_evidence), notes=notes)
+
+
+def _noted(answer: Identification, note: str) -> Identification:
+    return replace(answer, notes=(*answer.notes, note))
