@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from normscope.doctor.checkpoint import WRAPPERS, of_a_norm, unmatched
+from normscope.doctor.wording import plural
 from normscope.errors import BadTarget, told
 from normscope.targets.failures import blamed
 
 NESTS = ("state_dict", "model", "model_state_dict")
-PREFIXES = ("module.", "_orig_mod.")
-"""that data parallelism and ``torch.compile`` put before every key"""
 
 
-def load_into(model: torch.nn.Module, path: Path) -> list[str]:
-    """Load a state dict into the model, all keys matching.
+def load_into(model: torch.nn.Module, path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Load a state dict into the model. All keys must match, but those of norms: what becomes of them a rule tells.
 
     Returns:
-        what was changed to make it fit, in words.
+        the tensors, by name, and what was done to make them fit, in words.
 
     Raises:
         BadTarget: for a file that cannot be read safely, or keys and shapes that do not match.
@@ -46,12 +46,21 @@ def load_into(model: torch.nn.Module, path: Path) -> list[str]:
     notes = []
     with blamed(f"{path} does not fit the model: loading it"):
         expected = list(model.state_dict())
-        for prefix in PREFIXES:
+        for prefix in WRAPPERS:
             if all(key.startswith(prefix) and key not in expected for key in tensors):
                 tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
                 notes.append(f"{path}: took the prefix {prefix!r} off every key")
-        model.load_state_dict(tensors)
-    return notes
+        try:
+            model.load_state_dict(tensors)
+        except RuntimeError:
+            odd_ones = unmatched(model, tensors)
+            none_fits = not any(name in tensors for name in expected)
+            if none_fits or not odd_ones or not all(of_a_norm(model, name) for name in odd_ones):
+                raise
+            model.load_state_dict(tensors, strict=False)  # shapes that differ are refused still
+            found = plural(len(odd_ones), "name")
+            notes.append(f"{path}: {found} of norms did not match and stayed as they were (see NS313)")
+    return tensors, notes
 
 
 def read(path: Path) -> dict[Any, Any]:
