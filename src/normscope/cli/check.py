@@ -107,6 +107,7 @@ def command(
             loss_fn=loaded.loss_fn,
             optimizer=loaded.optimizer,
             mask=loaded.mask,
+            state=loaded.state,
             select=wanted,
             ignore=unwanted,
             seed=defaults.seed if seed is None else seed,

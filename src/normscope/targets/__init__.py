@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ class Loaded:
     optimizer: torch.optim.Optimizer | None = None
     dataset_size: int | None = None
     synthetic: bool = False
+    state: Mapping[str, torch.Tensor] | None = None
+    """what the model's checkpoint holds, by name"""
     notes: list[str] = field(default_factory=list, init=False)
     """what was done while loading that the user should know"""
 
@@ -56,7 +58,8 @@ def resolve(
     else:
         loaded = imported.load(target)
     if weights is not None:
-        loaded.notes += checkpoints.load_into(loaded.model, weights)
+        loaded.state, notes = checkpoints.load_into(loaded.model, weights)
+        loaded.notes += notes
     if data is not None and input_spec is not None:
         raise BadTarget("--data and --input exclude each other: real samples, or random numbers")
     if data is not None:
