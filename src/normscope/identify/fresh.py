@@ -1,0 +1,68 @@
+"""The last word: the specification against the callable on inputs that no conclusion was drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+from normscope import reference
+from normscope.identify.box import Array
+from normscope.identify.probing import Prober, direction
+from normscope.spec import NormSpec
+
+ROUNDINGS = 64
+"""that every output may carry, times sqrt(n) for the sums and (1 + kappa)^2 for the centering"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    error: float
+    """largest difference over the largest output of that input"""
+    allowed: float
+    """what rounding allows at that input"""
+    input: str
+    inputs: int
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.allowed
+
+
+def inputs(shape: tuple[int, ...], near_eps: float | None) -> Iterator[tuple[str, Array]]:
+    """Fresh inputs by name; ``near_eps`` is a scale at which eps and the spread are of one size."""
+    yield "another direction", direction(shape, 101)
+    yield "a few large elements", direction(shape, 102) ** 3
+    yield "a level of 2", direction(shape, 103) + 2.0
+    if near_eps is not None:
+        yield "a spread near eps", direction(shape, 104) * 2.0 ** round(np.log2(near_eps))
+
+
+def verify(
+    f: Prober,
+    shape: tuple[int, ...],
+    spec: NormSpec,
+    weight: Array | None,
+    bias: Array | None,
+    near_eps: float | None,
+) -> Verdict:
+    """Compare on fresh inputs; the worst of them, measured by what rounding allows there."""
+    verdicts = []
+    for name, x in inputs(shape, near_eps):
+        # as PyTorch's rule has it, eps=None is that of the dtype the callable computes in
+        seen = x.astype(np.float32) if f.roundoff > 2.0**-50 else x
+        expected = reference.forward(seen, spec, weight, bias)
+        largest = float(np.abs(expected).max()) or 1.0
+        error = float(np.abs(f(seen.astype(np.float64)) - expected).max()) / largest
+        verdicts.append((error if np.isfinite(error) else np.inf, _allowed(f.roundoff, x, spec), name))
+    error, allowed, name = max(verdicts, key=lambda v: v[0] / v[1])
+    return Verdict(error, allowed, name, len(verdicts))
+
+
+def _allowed(roundoff: float, x: Array, spec: NormSpec) -> float:
+    """n roundings of a sum grow like sqrt(n); the square of a mean that is kappa spreads high costs kappa^2 of them."""
+    mean, variance, count = reference.statistics(x, spec.replace(scale="std", correction=0))
+    kappa = float(np.max(np.abs(mean) / np.sqrt(variance + np.finfo(float).tiny))) if spec.center else 0.0
+    return ROUNDINGS * roundoff * sqrt(float(np.max(count))) * (1 + kappa) ** 2

@@ -1,0 +1,292 @@
+"""Which normalization a callable is, by probing alone: the order in which the probes are made, and the answer."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from normscope.errors import BadInput
+from normscope.identify import diagnose, fresh
+from normscope.identify.affine import Values
+from normscope.identify.assembly import Assembly, better_bias
+from normscope.identify.box import ROUNDOFF, Array, Box, box_of, shape_of
+from normscope.identify.fit import Fit, fit
+from normscope.identify.fixed import fixed_affine
+from normscope.identify.partition import Partition, find_partition
+from normscope.identify.probing import Contradiction, Pair, Prober, direction, pair
+from normscope.identify.repeats import find_precision, global_generators_kept, require_repeatable
+from normscope.identify.result import Identification
+from normscope.identify.scan import Scan, crossing, is_linear, observations, refine, require_bounded, scan
+from normscope.identify.second_size import fixed_factors, moving, roomy, second_gain
+from normscope.identify.spelling import names_of, spellings
+from normscope.spec import NormSpec
+
+DIRECTIONS = 4
+"""inputs that the fit is made of, besides the scales of the first"""
+ROOM = 2**15
+"""elements that the probes work on where the callable takes fewer than the example has"""
+FITS = 200
+"""roundings that the best form may leave on average; the wrong form leaves a large part of the output"""
+
+
+def identify(
+    fn: Any, example: Any, *, layout: str | None = None, training: bool | None = None
+) -> Identification:
+    """Say which normalization a callable is, as a function, and verify the answer on fresh inputs.
+
+    ``y = weight * (x - mean) / denominator + bias``: the statistic sets come from moving one element, the bias from
+    ``(f(x) + f(-x)) / 2``, eps and its place from scaling the input over 20 orders of magnitude, gain and form from one
+    joint fit; the result is compared with `normscope.reference.forward`.
+
+    Arguments:
+        fn: a function of one array or tensor that returns one of the same shape, a module, or what an adapter reads.
+        example: an input, of float32 or float64, or its shape (then float64). Only shape, dtype and device matter, save
+            for modules. Axes of different sizes above 1 tell most.
+        layout: names of the axes, ``"b c h w"``, ``b`` the samples and ``c`` the channels; None names them by rank.
+        training: for modules, the mode to look at; None is the one that the module is in.
+
+    Returns an `Identification`: ``.spec`` with ``.weight`` and ``.bias``; or ``.fixed``, an affine map such as a batch
+    norm in evaluation; or neither, and ``.reason``. ``.equivalent`` lists specifications of the same function that
+    nothing told apart, ``.evidence`` which probe gave what. Whitening is not recognized.
+
+    Raises BadInput where the example or the layout cannot be used, ModelError where the callable raises.
+
+    >>> import numpy as np
+    >>> def norm(x):
+    ...     return (x - x.mean(-1, keepdims=True)) / (x.std(-1, ddof=1, keepdims=True) + 1e-6)
+    >>> print(identify(norm, (4, 6, 8)).spec)
+    ... d -> ...; centered; std, unbiased; eps 1e-06 outside the root; no weight; no bias
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(fn, torch.nn.Module):
+        answer: Identification = import_module("normscope.identify.modules").identify_module(
+            fn, example, layout, training
+        )
+        return answer
+    if training is not None:
+        raise BadInput(
+            f"training is for torch modules, which have two modes; got training={training} for a {type(fn).__name__}. "
+            "Identify the function of each mode."
+        )
+    with global_generators_kept():
+        box = box_of(fn, example)
+        return identify_box(box, shape_of(example), layout=layout)
+
+
+def identify_box(box: Box, shape: tuple[int, ...], *, layout: str | None = None) -> Identification:
+    """`identify` for a `Box`. Raises ModelError where the callable raises on inputs of this shape."""
+    _require_usable(shape, layout)
+    first: Prober | None = None
+    reason = ""
+    # arithmetic that is float32 in part leaves float32 errors: judged by them only where float64 fails
+    for roundoff in sorted({box.roundoff, ROUNDOFF["float32"]}):
+        for most in (ROOM, prod(shape)):
+            f = Prober(box, roundoff)
+            try:
+                return _probed(f, shape, layout, most)
+            except Contradiction as contradiction:
+                if first is None:
+                    first, reason = f, str(contradiction)
+            if prod(shape) <= ROOM:
+                break
+    assert first is not None
+    return Identification(
+        reason=reason, evidence=tuple(first.evidence), notes=tuple(first.notes), name=box.name
+    )
+
+
+def _require_usable(shape: tuple[int, ...], layout: str | None) -> None:
+    if not shape or 0 in shape:
+        raise BadInput(
+            f"an example has at least one axis and no axis of size 0; got shape {shape}. Pass one ordinary input."
+        )
+    names_of(layout, shape)
+
+
+def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) -> Identification:
+    """All probes in turn. Raises Contradiction with the first thing that no member does."""
+    stated = f.roundoff
+    require_repeatable(f, example)
+    shape = roomy(f, example, most)
+    find_precision(f, shape)
+    pairs = [pair(f, direction(shape, seed)) for seed in range(DIRECTIONS)]
+    partition = _sets(f, pairs)
+    bias = _bias(f, pairs, partition)
+    s = scan(f, pairs, bias.value)
+    if is_linear(s):
+        fixed, error = fixed_affine(f, pairs, partition, bias, layout)
+        return Identification(fixed=fixed, max_error=error, **_kept(f))
+    if partition.pointwise:
+        raise Contradiction(_POINTWISE)
+    require_bounded(s)
+    start = crossing(s)
+    if start is not None:
+        refine(s, start)
+    observed = observations(s)
+    fits = fit(observed, partition, start)
+    _require_fit(f, fits, pairs, partition)
+    best = fits[0]
+    bias = better_bias(best, observed, bias, partition)
+    stays = fixed_factors(f, partition)
+    written = tuple(spellings(partition, layout, stays))
+    assembly = Assembly(f, partition, observed, best, bias, written)
+    (spec, weight, bias_value), others = assembly.choose(second_gain(f, partition, best, start))
+    _say_eps(f, s, best, spec)
+    near = None if best.root_eps == 0 else 2.0 ** (start or 0.0)
+    error = _verified(f, {shape, example}, spec, weight, bias_value, near)
+    _constant_input(f, shape, spec)
+    _say_hidden(f, shape, example)
+    if f.roundoff > stated and f.roundoff > f.box.roundoff:
+        f.notes.append("part of its arithmetic is float32: it errs by some 1e-7, and was judged by that")
+    return Identification(
+        spec=spec,
+        mode="input",
+        weight=weight,
+        bias=bias_value,
+        max_error=error,
+        equivalent=tuple(others),
+        **_kept(f),
+    )
+
+
+_POINTWISE = (
+    "every output follows its own input alone, and no straight line: an activation, or a norm whose statistic sets "
+    "have one element each (then pass an example with longer axes)"
+)
+
+
+def _sets(f: Prober, pairs: list[Pair]) -> Partition:
+    outputs = [y for one in pairs for y in (one.plus, one.minus)]
+    bad = int(sum((~np.isfinite(y)).sum() for y in outputs))
+    if bad:
+        raise Contradiction(
+            f"ordinary inputs give {bad} outputs of {sum(y.size for y in outputs)} that are NaN or infinite"
+        )
+    live = moving(f, outputs)
+    if not live.any():
+        raise Contradiction(
+            "the output does not depend on the input: it is a constant, a gain of 0, or a centered norm whose "
+            "statistic sets have one element each (then pass an example with longer axes)"
+        )
+    dead = int((~live).sum())
+    if dead:
+        f.notes.append(
+            f"{dead} of {live.size} outputs never change: their gain is 0, and their sets were told by the others"
+        )
+    try:
+        return find_partition(f, pairs[0], live)
+    except Contradiction:
+        if is_linear(scan(f, pairs, pairs[0].even)):
+            raise Contradiction(
+                "it is a linear map that mixes elements: twice the input gives twice the output, while a "
+                "normalization's output stops growing"
+            ) from None
+        raise
+
+
+def _bias(f: Prober, pairs: list[Pair], partition: Partition) -> Values:
+    """Half of ``f(x) + f(-x)``. Raises Contradiction where it is not the same for all x."""
+    size = np.maximum.reduce([one.size for one in pairs])
+    apart = np.ptp([one.even for one in pairs], axis=0)
+    if (apart > 64 * f.roundoff * size.max()).any():
+        if partition.pointwise:
+            raise Contradiction(_POINTWISE)
+        raise Contradiction(
+            "f(x) + f(-x) is twice the bias for every normalization; here it changes with x, by up to "
+            f"{float(apart.max() / size.max()):.2g} of the largest output"
+        )
+    value = np.mean([one.even for one in pairs], axis=0)
+    f.conclude("an odd function of the input plus a bias", "f(x) + f(-x) for several x", inputs=len(pairs))
+    return Values(value, 16 * f.roundoff * size)
+
+
+def _require_fit(f: Prober, fits: list[Fit], pairs: list[Pair], partition: Partition) -> None:
+    best = fits[0]
+    if best.misfit > FITS:
+        # misfit is in units of the rounding of single outputs
+        raise Contradiction(diagnose.reason(f, pairs, partition, best.misfit * 4 * f.roundoff))
+    rival = next((one for one in fits[1:] if one.shape != best.shape), None)
+    rival_misfit = {} if rival is None else {"misfit_of_the_next": rival.misfit}
+    f.conclude(f"the output is {best.shape}", "a joint fit to all inputs", misfit=best.misfit, **rival_misfit)
+
+
+def _say_eps(f: Prober, s: Scan, best: Fit, spec: NormSpec) -> None:
+    scales = f"inputs of the size 2^{min(s.found)} to 2^{max(s.found)}"
+    if best.root_eps == 0:
+        f.conclude("no eps is to be seen", scales)
+        return
+    place = {
+        "variance": "inside the root",
+        "std": "outside the root",
+        "max": "as the least root",
+        "max_variance": "as the least value under the root",
+    }[spec.eps_at]
+    value = "the machine epsilon" if spec.eps is None else f"{spec.eps:.6g}"
+    f.conclude(f"eps is {value}, {place}", scales, relative_error=best.error, measured_root=best.root_eps)
+
+
+def _verified(
+    f: Prober,
+    shapes: set[tuple[int, ...]],
+    spec: NormSpec,
+    weight: Array | None,
+    bias: Array | None,
+    near_eps: float | None,
+) -> float:
+    """The largest error over all shapes. Raises Contradiction where one is more than rounding."""
+    worst = 0.0
+    for shape in shapes:
+        try:
+            verdict = fresh.verify(f, shape, spec, weight, bias, near_eps)
+        except ValueError as error:  # the parameters, or the sets, are others at that shape
+            raise Contradiction(f"at the shape {shape} it is no longer {spec}: {error}") from None
+        if not verdict.holds:
+            raise Contradiction(
+                f"the closest member is {spec}, but at a fresh input of shape {shape} ({verdict.input}) it is off by "
+                f"{verdict.error:.2g} of the largest output, where rounding allows {verdict.allowed:.2g}"
+            )
+        worst = max(worst, verdict.error)
+        f.conclude(
+            "the specification computes the same",
+            f"the reference on {verdict.inputs} fresh inputs",
+            shape=shape,
+            largest_error=verdict.error,
+        )
+    return worst
+
+
+def _constant_input(f: Prober, shape: tuple[int, ...], spec: NormSpec) -> None:
+    """What becomes of sets without spread: 0 / 0 without eps."""
+    level = 0.5 if spec.center else 0.0
+    nan = bool(np.isnan(f(np.full(shape, level))).any())
+    f.conclude(
+        "a set without spread gives NaN" if nan else "a set without spread gives the bias",
+        f"a constant input of {level:g}",
+    )
+    if spec.eps == 0 and not nan:
+        f.notes.append(
+            "no eps shows down to the smallest inputs, yet a set without spread gives no NaN: eps is too small to be "
+            "seen, or 0 / 0 is caught"
+        )
+    if spec.eps != 0 and nan:
+        f.notes.append("a set without spread gives NaN although there is an eps")
+
+
+def _say_hidden(f: Prober, shape: tuple[int, ...], example: tuple[int, ...]) -> None:
+    for dim, size in enumerate(shape):
+        if size == 1:
+            f.notes.append(
+                f"axis {dim} has one element in the example and takes no more: whether statistics run over it cannot "
+                "be seen"
+            )
+        elif example[dim] == 1:
+            f.notes.append(f"axis {dim}, of one element in the example, was probed with {size}")
+
+
+def _kept(f: Prober) -> dict[str, Any]:
+    f.conclude("nothing was read, only called", "calls", number=f.calls)
+    return {"evidence": tuple(f.evidence), "notes": tuple(f.notes), "name": f.box.name}
