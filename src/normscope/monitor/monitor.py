@@ -24,8 +24,6 @@ from normscope.monitor.records import counters, record, watches
 from normscope.monitor.watch import Hook, in_backward, out_of_sight
 from normscope.monitor.writers import JsonLines, TensorBoard, Writer
 
-COSTLY_EVERY = 10
-"""looks; the first is one of them"""
 _NUMBERS = count()
 
 
@@ -69,6 +67,9 @@ class Monitor:
         >>> monitor.steps, monitor.findings, len(model[1]._forward_pre_hooks)
         (3, (), 0)
     """
+
+    COSTLY_EVERY = 10
+    """looks from one that also computes the reference in float64 to the next; the first is one"""
 
     def __init__(
         self,
@@ -235,7 +236,7 @@ class Monitor:
     def _begin_look(self) -> None:
         subject = verdict.subject_of(self._modes, **self._settings)
         self._counters = counters(self._watches)
-        costly = self._looks % COSTLY_EVERY == 0
+        costly = self._looks % self.COSTLY_EVERY == 0
         self._look = Look(self.steps + 1, subject, self._readings, costly=costly)
         self._looks += 1
 

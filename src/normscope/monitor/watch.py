@@ -157,7 +157,8 @@ class Watch:
     def close(self, forwards: int, counted: int = 0, *, whole: bool = True) -> None:
         """An optimizer step has come (or the end, which is not ``whole``)."""
         self.settle()
-        checkpointed = min(self._unasked, self.recomputed)  # reentrant: first without gradients, then again
+        # reentrant checkpointing runs first without gradients, then again in the backward pass
+        checkpointed = min(self._unasked, max(0, self.recomputed - self.with_grad))
         unasked = self._unasked - checkpointed
         asked = self.with_grad + checkpointed
         updates = asked + self.recomputed

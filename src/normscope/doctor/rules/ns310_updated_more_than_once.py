@@ -3,9 +3,10 @@
 ## What it does
 Counts the updates of each norm's running statistics between two optimizer steps, and tells the causes apart:
 
-- **recomputed**: updates made while the backward pass runs, or with the batch statistics of an earlier update of
-  the same step. Activation checkpointing runs the norm twice on one batch. A warning, with the momentum that this
-  amounts to; info where the average is cumulative, which a batch counted twice does not change.
+- **recomputed**: updates made while the backward pass runs. Activation checkpointing runs the norm twice on one
+  batch, whose statistics come again to the last digit; the evidence counts these. A warning, with the momentum that
+  this amounts to; info where the average is cumulative, which a batch counted twice does not change.
+- **repeated**: several forward passes of the model before a step that have the same batch statistics: info.
 - **accumulation**: several forward passes of the model before a step, each with statistics of its own: info, with
   the samples each of them has. Gradients add up over these passes, batch statistics do not.
 - **counted**: the counter moved more than once where no call could be seen (compiled code): info.
@@ -99,10 +100,11 @@ def _diagnosis(site: Site, seen: SiteTraining) -> str:
     assert site.spec is not None
     if seen.counted_only:
         return "counted"
-    if seen.in_backward >= 1 or (seen.repeated or 0) >= 1:
+    if seen.in_backward >= 1:
         return "recomputed"
-    couples = "b" not in site.spec.stats.partition("->")[2].split()
-    return "accumulation" if seen.forwards > 1 and couples else ""
+    if seen.forwards <= 1 or "b" in site.spec.stats.partition("->")[2].split():
+        return ""
+    return "repeated" if seen.repeated else "accumulation"
 
 
 def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
@@ -124,13 +126,16 @@ def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
         times = max(2.0, seen.per_step / max(1.0, seen.forwards))
         said = "the forward pass is run again in the backward pass (activation checkpointing)"
         if seen.repeated:
-            said += f", {number(seen.repeated)} of them with the batch statistics of an earlier one"
+            said += f", {number(seen.repeated)} of the updates with the batch statistics of an earlier one"
         fix = "keep the norm outside of the checkpointed part"
         if momentum is not None and 0 < momentum < 1:
             severity = "warning"
             evidence["effective_momentum"] = 1 - (1 - momentum) ** times
             said += f": momentum {number(momentum)} acts like {number(evidence['effective_momentum'])}"
             fix += f", or set momentum to {number(1 - (1 - momentum) ** (1 / times))}"
+    elif diagnosis == "repeated":
+        said = f"{number(seen.forwards)} forward passes come before each step, some on one and the same batch"
+        fix = "if only the gradients of the repeated passes matter, run them with the norms in eval mode"
     elif diagnosis == "accumulation":
         samples = f"its own {seen.samples} samples" if seen.samples else "its own batch"
         said = (

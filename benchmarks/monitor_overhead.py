@@ -1,0 +1,137 @@
+"""What a monitor costs: training steps with and without one, alternating in one process.
+
+    python benchmarks/monitor_overhead.py [--seconds 60] [--every 100] [--json FILE]
+
+Three monitored contenders, each with its own copy of the model: steps between two looks, steps with a look, steps with
+a look that also computes in float64 (one look in ten). The overhead is that of a whole cycle, of ratios of medians:
+
+    (between + (0.9 look + 0.1 costly - between) / every) / plain - 1
+
+Times are of the processor, which other programs on the machine disturb least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from normscope import Monitor
+from normscope.bench import alternate
+
+LIMIT = 0.03
+
+
+class Block(nn.Module):
+    """A basic residual block."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.shortcut = nn.Identity()
+        if stride > 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+def resnet18() -> nn.Module:
+    """Eight basic blocks and 20 batch norms, with a stem for images of 32 pixels."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    channels = 64
+    for width, stride in ((64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), (512, 1)):
+        layers.append(Block(channels, width, stride))
+        channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def transformer() -> nn.Module:
+    """Four encoder layers of width 256 and 9 layer norms."""
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(256), enable_nested_tensor=False)
+    return nn.Sequential(nn.Linear(64, 256), encoder, nn.Linear(256, 10))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet-18-like, 16 x 3 x 32 x 32": (resnet18, (16, 3, 32, 32)),
+    "transformer, 16 x 64 tokens": (transformer, (16, 64, 64)),
+}
+
+
+class Costly(Monitor):
+    COSTLY_EVERY = 1
+
+
+class Cheap(Monitor):
+    COSTLY_EVERY = 10**9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    head = f"{'':<34}" + "".join(f"{name:>11}" for name in ("plain, ms", "between", "look", "costly"))
+    print(f"{torch.__version__}, {torch.get_num_threads()} threads\n{head}{'overhead':>11}{'rounds':>9}")
+    found = {}
+    for name, (build, shape) in MODELS.items():
+        found[name] = measure(build, shape, options.seconds, options.every)
+        ms = "".join(f"{1e3 * found[name][key]:>11.2f}" for key in ("plain", "between", "look", "costly"))
+        print(f"{name:<34}{ms}{found[name]['overhead']:>11.2%}{found[name]['rounds']:>9.0f}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    worst = max(one["overhead"] for one in found.values())
+    raise SystemExit(f"more than {LIMIT:.0%}: {worst:.2%}" if worst > LIMIT else 0)
+
+
+def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float, every: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    never = 2**31
+    contenders, monitors = {}, []
+    for name, kind, steps in (
+        ("plain", None, 0), ("between", Monitor, never), ("look", Cheap, 1), ("costly", Costly, 1)
+    ):  # fmt: skip
+        own = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(own.parameters(), lr=1e-3, momentum=0.9)
+        contenders[name] = step_of(own, optimizer, x)
+        if kind is not None:
+            monitors.append(kind(own, optimizer, steps).start())
+            contenders[name]()  # the first look of each
+    source, target = torch.randn(4_000_000), torch.empty(4_000_000)
+    contenders["copy"] = lambda: target.copy_(source)
+    timing = alternate(contenders, seconds=seconds, clock=time.process_time)
+    for monitor in monitors:
+        monitor.stop()
+    times = {name: timing.seconds[name] for name in ("plain", "between", "look", "costly")}
+    look = 0.9 * times["look"] + 0.1 * times["costly"]
+    overhead = (times["between"] + (look - times["between"]) / every) / times["plain"] - 1
+    return {**times, "overhead": overhead, "rounds": timing.kept}
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Callable[[], object]:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
