@@ -20,6 +20,15 @@ from normscope.targets.failures import blamed
 
 def load(target: str) -> Loaded:
     """Import and call what the string names. The working directory is importable, as for ``python -m``."""
+    return _loaded(target, named(target))
+
+
+def named(target: str) -> Any:
+    """What the string names, imported and not called.
+
+    Raises:
+        BadTarget: it is no import string, cannot be imported, or is not there.
+    """
     module_name, colon, attribute = target.partition(":")
     if not colon or not module_name or not attribute:
         raise BadTarget(
@@ -44,7 +53,7 @@ def load(target: str) -> Loaded:
                 break
             value = getattr(value, part)
     else:
-        return _loaded(target, value)
+        return value
     raise BadTarget(
         f"{module_name!r} has no attribute {attribute!r}; it has: {', '.join(names[:12]) or 'none'}"
     )
@@ -73,7 +82,7 @@ def _missing(module_name: str, failure: BadTarget) -> BadTarget:
 
 def _loaded(target: str, value: Any) -> Loaded:
     if not isinstance(value, torch.nn.Module) and callable(value):
-        needed = _required(value)
+        needed = required(value)
         if needed:
             raise BadTarget(
                 f"{target} needs the arguments {', '.join(needed)}; wrap it in a function without arguments that "
@@ -105,7 +114,7 @@ def _from_mapping(target: str, value: dict[Any, Any]) -> Loaded:
     return Loaded(**value)
 
 
-def _required(value: Any) -> list[str]:
+def required(value: Any) -> list[str]:
     """Names of the parameters that have no default."""
     try:
         parameters = inspect.signature(value).parameters.values()

@@ -1,0 +1,164 @@
+"""``normscope identify`` and ``compare``: targets, layers made on the command line, verdicts as exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from normscope.errors import BadTarget
+from normscope.targets import callables
+
+TARGETS = """
+import numpy as np
+import torch
+from torch import nn
+
+def textbook(x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) / (x.std(-1, ddof=1, keepdims=True) + 1e-6)
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+class Written(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+    def forward(self, x):
+        print("noise of the model")
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+def written():
+    return Written()
+
+def with_input():
+    return Written(), torch.zeros(3, 8)
+
+number = 7
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "layers.py").write_text(TARGETS)
+    return tmp_path
+
+
+def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "normscope", *args]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_identify_a_function_of_arrays(folder: Path) -> None:
+    done = run(folder, "identify", "layers:textbook", "--input", "4x8", "--layout", "b c")
+    assert done.returncode == 0, done.stderr
+    assert "... d -> ...; centered; std, unbiased; eps 1e-06 outside the root" in done.stdout
+
+
+def test_identify_what_is_none(folder: Path) -> None:
+    done = run(folder, "identify", "layers:softmax", "--input", "4x8")
+    assert done.returncode == 1, done.stderr
+    assert "not a normalization of this family: " in done.stdout
+
+
+def test_identify_a_module_as_json_apart_from_what_it_prints(folder: Path) -> None:
+    done = run(folder, "identify", "layers:with_input", "--format", "json", "--mode", "eval")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["target"] == "layers:with_input"
+    assert (found["spec"]["center"], found["spec"]["scale"], found["mode"]) == (False, "rms", "input")
+    assert "noise of the model" in done.stderr
+
+
+def test_compare_says_by_its_exit_code(folder: Path) -> None:
+    same = run(folder, "compare", "torch.nn:RMSNorm(8, eps=1e-6)", "normscope:families.rms_norm(eps=1e-6)")
+    assert (same.returncode, same.stderr) == (0, "")
+    assert same.stdout.startswith("RMSNorm and spec (... d -> ...): the same function\n")
+    other = run(
+        folder, "compare", "torch.nn:LayerNorm(8)", "torch.nn:LayerNorm(8, eps=1e-3)", "--format", "json"
+    )
+    assert (other.returncode, other.stderr) == (1, "")
+    document = json.loads(other.stdout)
+    assert document["targets"] == ["torch.nn:LayerNorm(8)", "torch.nn:LayerNorm(8, eps=1e-3)"]
+    assert [d["field"] for d in document["differences"]] == ["eps"]
+
+
+def test_compare_what_is_written_by_hand(folder: Path) -> None:
+    done = run(folder, "compare", "layers:written", "torch.nn:RMSNorm(8, eps=1e-6)", "--input", "4x8")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            "layers:number",
+            "layers:number is a int; expected a layer, a function of one array, or a NormSpec",
+        ),
+        (
+            "layers:Written",
+            "layers:Written is a class; write its arguments behind it, layers:Written(...), or point at an object of "
+            "it",
+        ),
+        (
+            "os:system('true')",
+            "os:system is no layer class of PyTorch or Keras and no named specification of normscope.families, so it "
+            "is not called. Write a function without arguments that returns the layer, and point at that",
+        ),
+        (
+            "torch.nn:LayerNorm(open('x'))",
+            "the arguments cannot be read as literals (malformed node or string on line 1: <ast.Call object at 0x>); "
+            "write it as torch.nn:LayerNorm(768, eps=1e-6), with plain literals; got \"torch.nn:LayerNorm(open('x'))\"",
+        ),
+        (
+            "torch.nn:LayerNorm(*(3, 4))",
+            "the arguments cannot be read as literals (malformed node or string on line 1: <ast.Starred object at "
+            "0x>); write it as torch.nn:LayerNorm(768, eps=1e-6), with plain literals; got "
+            "'torch.nn:LayerNorm(*(3, 4))'",
+        ),
+        (
+            "torch.nn:LayerNorm(**{'normalized_shape': 3})",
+            "the arguments cannot be read as literals (** is no literal); write it as torch.nn:LayerNorm(768, "
+            "eps=1e-6), with plain literals; got \"torch.nn:LayerNorm(**{'normalized_shape': 3})\"",
+        ),
+        (
+            "torch.nn:(lambda: 3)()",
+            "a layer is named by its class; write it as torch.nn:LayerNorm(768, eps=1e-6), with plain literals; got "
+            "'torch.nn:(lambda: 3)()'",
+        ),
+        (
+            "torch.nn:LayerNorm()",
+            "making torch.nn:LayerNorm() raised TypeError: LayerNorm.__init__() missing 1 required positional "
+            "argument: 'normalized_shape'",
+        ),
+    ],
+)
+def test_targets_that_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch, target: str, said: str) -> None:
+    import re
+
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "layers", raising=False)
+    with pytest.raises(BadTarget) as caught:
+        callables.load(target)
+    assert re.sub(r"0x\w+", "0x", str(caught.value)) == said
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("identify", "layers:textbook"), "layers:textbook is identified by probing it: pass the shape of an input, "
+         "--input 8x16x32"),
+        (("identify", "layers:written", "--mode", "test"), "--mode is train or eval; got 'test'"),
+        (("identify", "layers:written", "--format", "xml"), "--format is text or json; got 'xml'"),
+        (("compare", "layers:textbook", "torch.nn:LayerNorm(8)"), "the first cannot be read without running it"),
+    ],
+)  # fmt: skip
+def test_commands_that_are_wrong(folder: Path, args: tuple[str, ...], said: str) -> None:
+    done = run(folder, *args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
