@@ -27,6 +27,7 @@ _HOME = {
     "RunningState": "normscope.spec",
     "check": "normscope.doctor.check",
     "Monitor": "normscope.monitor.monitor",
+    "explain": "normscope.doctor.explain",
     "Report": "normscope.doctor.report",
     "Finding": "normscope.doctor.report",
     "compare": "normscope.identify.compare",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from normscope import verify as verify
     from normscope.allocator import tune_allocator as tune_allocator
     from normscope.doctor.check import check as check
+    from normscope.doctor.explain import explain as explain
     from normscope.doctor.report import Finding as Finding
     from normscope.doctor.report import Report as Report
     from normscope.functional import normalize as normalize

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
@@ -15,6 +16,7 @@ from normscope.errors import BadInput
 if TYPE_CHECKING:
     from normscope.cli.settings import Settings
     from normscope.doctor.baseline import Baseline
+    from normscope.targets import Loaded
 
 WRITTEN = {"--html": "report.html", "--write-baseline": "normscope-baseline.json"}
 FORMATS = ("text", "json", "sarif", "github")
@@ -63,6 +65,11 @@ def command(
     write_baseline: Path | None = typer.Option(
         None, "--write-baseline", metavar="FILE", help="Accept what is found now: write it to FILE."
     ),
+    explain: bool = typer.Option(
+        False,
+        "--explain",
+        help="Walk from axes to learning rate and say where to begin, instead of the report.",
+    ),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
 ) -> int:
     """Check every normalization of a model on your data; nothing in the model is changed.
@@ -99,6 +106,15 @@ def command(
         loaded = targets.resolve(target, data=data, input_spec=input_, weights=weights)
         for said in loaded.notes:
             note(said)
+        if explain:
+            return _explained(
+                loaded,
+                format_,
+                seed=defaults.seed if seed is None else seed,
+                target=target,
+                out=out,
+                step=step,
+            )
         sizes = (dataset_size, loaded.dataset_size, defaults.dataset_size)
         report = check(
             loaded.model,
@@ -141,6 +157,30 @@ def command(
     if html is not None:
         report.to_html(html)
     return FINDINGS if report.at_least(fail_on) else 0
+
+
+def _explained(
+    loaded: Loaded, format_: str, *, seed: int, target: str, out: TextIO, step: Callable[[str], None]
+) -> int:
+    from normscope.doctor.explain import explain
+
+    if format_ not in ("text", "json"):
+        raise BadInput(f"--explain is printed as text or json; got --format {format_}")
+    explanation = explain(
+        loaded.model,
+        loaded.inputs,
+        loaded.targets,
+        loss_fn=loaded.loss_fn,
+        optimizer=loaded.optimizer,
+        mask=loaded.mask,
+        seed=seed,
+        synthetic=loaded.synthetic,
+        target=target,
+        progress=step,
+    )
+    out.write(str(explanation) if format_ == "text" else explanation.to_json() + "\n")
+    out.flush()
+    return 0 if explanation.ok else FINDINGS
 
 
 def _codes(option: str, words: list[str]) -> tuple[str, ...]:

@@ -1,0 +1,245 @@
+"""Step 4: gradients against finite differences, on small smooth input in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from normscope.doctor.diagnosis.alone import Alone
+from normscope.doctor.diagnosis.step import Case, Step
+from normscope.doctor.nested import mapped, tensors
+from normscope.doctor.session import Session
+from normscope.doctor.wording import label, listed, number, plural
+from normscope.errors import told
+
+TITLE = "gradients"
+DIRECTIONS = 3
+STEPS = (1e-3, 5e-4)
+ALLOWED = 1e-5
+"""of the size of the gradient along a direction; differences themselves are right to 1e-9 where all is float64"""
+SAMPLES = 8
+ASIDE = 1e-2
+"""how far each parameter is moved, at random, before the model's gradient is compared"""
+LARGEST = 50_000_000
+"""numbers in a model of which a float64 copy is made"""
+
+
+@dataclass(frozen=True)
+class Slope:
+    """A derivative along one direction."""
+
+    of: str
+    autograd: float
+    difference: float
+    doubt: float
+    """how much two step sizes disagree"""
+    scale: float
+    """size that a random direction would show"""
+
+    @property
+    def error(self) -> float:
+        return abs(self.autograd - self.difference) / max(self.scale, 1e-300)
+
+    @property
+    def wrong(self) -> bool:
+        if self.autograd != self.autograd:
+            return True
+        return abs(self.autograd - self.difference) > ALLOWED * self.scale + 10 * self.doubt
+
+    def line(self) -> str:
+        return (
+            f"along a random direction of {self.of}: autograd {number(self.autograd)}, finite differences "
+            f"{number(self.difference)}"
+        )
+
+
+def step(case: Case) -> Step:
+    found: dict[str, list[Slope]] = {}
+    failures: dict[str, str] = {}
+    for alone in case.alone:
+        try:
+            found[label(alone.site)] = list(_site(alone))
+        except Exception as error:
+            failures[label(alone.site)] = told(error)
+    wrong = {
+        name: max(slopes, key=lambda s: s.error)
+        for name, slopes in found.items()
+        if any(s.wrong for s in slopes)
+    }
+    seen = [f"{name}, {slope.line()}." for name, slope in list(wrong.items())[:2]]
+    errors = [slope.error for slopes in found.values() for slope in slopes if not slope.wrong]
+    if errors:
+        rest = " in all other directions" if wrong else ""
+        compared = f"{plural(len(found), 'norm')} compared alone"
+        seen.append(f"{compared}: largest error{rest} {number(max(errors))} of the gradient.")
+    if failures:
+        seen.append(f"no gradient: {listed([f'{name} ({why})' for name, why in failures.items()], 2)}.")
+    whole: Slope | None = None
+    try:
+        whole = None if wrong else _model(case)
+    except Exception as error:
+        seen.append(f"the whole model in float64 was not compared: {told(error)}.")
+    if whole is not None:
+        seen.append(f"the whole model, {whole.line()}.")
+    custom = _custom(case) if wrong or (whole is not None and whole.wrong) else []
+    if custom:
+        seen.append(f"written by hand: {listed(custom)}.")
+    todo = f"correct the backward of {listed(custom) if custom else 'that norm'}, or let autograd derive it"
+    if wrong:
+        follows = f"the gradient of {listed(list(wrong))} is not that of what it computes."
+    elif whole is not None and whole.wrong:
+        follows = (
+            "norms compared alone have their gradients, the model has not: something else in it is wrong."
+        )
+    elif not found and whole is None:
+        follows, todo = "no gradient could be compared.", ""
+    else:
+        follows, todo = "gradients are those of what is computed.", ""
+    failed = bool(wrong) or (whole is not None and whole.wrong)
+    return Step(
+        4,
+        TITLE,
+        f"gradients of each norm along {DIRECTIONS} random directions of input and parameters, and of the model along "
+        "one, against central differences in float64 with two step sizes",
+        tuple(seen),
+        follows,
+        None if not found and whole is None else not failed,
+        next(iter(wrong), ""),
+        todo,
+    )
+
+
+def _site(alone: Alone) -> Iterator[Slope]:
+    """Slopes in the input and in each parameter."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(alone.shape, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = torch.randn(alone.shape, dtype=torch.float64, generator=generator)
+
+    def value() -> torch.Tensor:
+        return (alone(x) * weights).sum()
+
+    named = {"the input": x, **{f"its {name}": p for name, p in alone.module.named_parameters()}}
+    yield from _slopes(value, named, generator)
+
+
+def _model(case: Case) -> Slope | None:
+    """The slope of a random projection of the output in all parameters, on the first samples.
+
+    Taken a little off the parameters that are given: where biases are exactly 0 behind dead units, a ReLU may stand
+    at its kink, where there is no gradient to compare.
+    """
+    subject = case.subject
+    numbers = sum(p.numel() for p in subject.model.parameters())
+    if numbers > LARGEST:
+        raise ValueError(f"it has {numbers} parameters, more than {LARGEST}")
+    model = copy.deepcopy(subject.model).double()
+    args, kwargs = mapped(
+        (subject.args or (), subject.kwargs),
+        lambda t: (t[:SAMPLES] if t.ndim and t.shape[0] == subject.batch_size else t).to(
+            torch.float64 if t.is_floating_point() else t.dtype
+        ),
+    )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> list[torch.Tensor]:
+        return [torch.randn(p.shape, dtype=p.dtype, generator=generator).to(p.device) for p in parameters]
+
+    def move(direction: list[torch.Tensor], distance: float) -> None:
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.add_(d, alpha=distance)
+
+    move(drawn(), ASIDE)
+    direction = drawn()
+    size = sum(float(d.square().sum()) for d in direction) ** 0.5
+    with Session(model) as session, session.gradient_run(args, kwargs, mode="batch") as output:
+        total = _projected(output)
+        if total is None or not total.requires_grad or not parameters:
+            return None
+        grads = torch.autograd.grad(total, parameters, allow_unused=True)
+        middle = float(total.detach())
+    pairs = [(g, d) for g, d in zip(grads, direction, strict=True) if g is not None]
+    slope = sum(float((g * d).sum()) for g, d in pairs) / size
+    steepness = sum(float(g.square().sum()) for g, _ in pairs) ** 0.5
+    scale = steepness / max(1.0, sum(g.numel() for g, _ in pairs) ** 0.5)
+
+    def at(distance: float) -> float:
+        move(direction, distance / size)
+        with Session(model) as session:
+            value = _projected(session.forward(args, kwargs, mode="batch"))
+        move(direction, -distance / size)
+        return float("nan") if value is None else float(value)
+
+    h = 1e-5  # short: a step must not cross many kinks
+    ahead, behind = at(h), at(-h)
+    coarse, fine = (ahead - behind) / (2 * h), (at(h / 2) - at(-h / 2)) / h
+    one_sided = abs(ahead - middle - (middle - behind)) / h
+    return Slope("all parameters", slope, fine, abs(coarse - fine) + one_sided + 1e-5 * scale, scale)
+
+
+def _projected(output: object) -> torch.Tensor | None:
+    """A fixed random projection of the output."""
+    draw = torch.Generator().manual_seed(1)
+    parts = [
+        (torch.randn(y.shape, generator=draw, dtype=torch.float64).to(y.device) * y).sum()
+        for _, y in tensors(output, "output")
+        if y.is_floating_point()
+    ]
+    return torch.stack(parts).sum() if parts else None
+
+
+def _slopes(
+    value: Callable[[], torch.Tensor], named: dict[str, torch.Tensor], generator: torch.Generator
+) -> Iterator[Slope]:
+    leaves = {name: t for name, t in named.items() if t.requires_grad}
+    grads: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        value(), list(leaves.values()), allow_unused=True
+    )
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        if grad is None:
+            continue
+        scale = max(float(grad.norm()) / max(1.0, leaf.numel() ** 0.5), 1e-9)
+        for _ in range(DIRECTIONS):
+            direction = torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator)
+            direction /= direction.norm()
+            sizes = [_central(value, leaf, direction, h) for h in STEPS]
+            # the error of the finer is a third of the difference, so the extrapolation leaves next to none
+            best = sizes[1] + (sizes[1] - sizes[0]) / 3
+            yield Slope(name, float((grad * direction).sum()), best, abs(sizes[1] - sizes[0]), scale)
+
+
+def _central(
+    value: Callable[[], torch.Tensor], leaf: torch.Tensor, direction: torch.Tensor, h: float
+) -> float:
+    def at(distance: float) -> float:
+        with torch.no_grad():
+            leaf.add_(direction, alpha=distance)
+            found = float(value())
+            leaf.sub_(direction, alpha=distance)
+        return found
+
+    return (at(h) - at(-h)) / (2 * h)
+
+
+def _custom(case: Case) -> list[str]:
+    """The user's own ``autograd.Function`` classes in the graph of the output."""
+    subject = case.subject
+    names: dict[str, None] = {}
+    with subject.session.gradient_run(subject.args or (), subject.kwargs, mode="batch") as output:
+        nodes: list[Any] = [t.grad_fn for _, t in tensors(output, "output") if t.grad_fn is not None]
+        known = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            forward = getattr(type(node), "_forward_cls", None)
+            if forward is not None and not forward.__module__.startswith(("torch.", "normscope.")):
+                names[f"{forward.__module__}.{forward.__qualname__}"] = None
+            for following, _ in node.next_functions:
+                if following is not None and following not in known:
+                    known.add(following)
+                    nodes.append(following)
+    return list(names)
