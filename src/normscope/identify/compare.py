@@ -19,7 +19,7 @@ from normscope.identify.compare_search import shrunk
 from normscope.identify.compare_shapes import common_rank, shapes
 from normscope.identify.compare_sides import Side, fits, shape_of, side_of
 from normscope.identify.compare_values import carried, free_values
-from normscope.spec import NormSpec, PatternError
+from normscope.spec import NormSpec, PatternError, Sameness
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -301,6 +301,11 @@ class _Comparing:
         if self.spec_a is None or self.spec_b is None:
             return []
         found = differences(self.spec_a, self.spec_b, self.shape)
+        if not (self.a.settable and self.b.settable):
+            self.notes.append(
+                "one takes no other parameters: they are compared with the values that they hold"
+            )
+            found = [d for d in found if d.field not in ("weight", "bias")]
         if self.a.held is not None and self.b.held is not None:
             found += value_differences(self.spec_a, self.spec_b, self.a.held, self.b.held, self.shape)
         return found
@@ -311,7 +316,7 @@ class _Comparing:
                 self.notes.append(f"{side.name} is not known as a normalization: {side.reason}")
         verdict = None
         if self.spec_a is not None and self.spec_b is not None:
-            verdict = self.spec_a.same_function(self.spec_b, shape=self.shape)
+            verdict = self._verdict(self.spec_a, self.spec_b)
             if verdict.conditions:
                 self.notes.append(f"by their specifications {verdict}")
             elif verdict.weight:
@@ -328,6 +333,12 @@ class _Comparing:
         if not verdict.same:
             self.notes.append(f"undecided: {verdict.reason}, and no input that was tried shows it")
         return None
+
+    def _verdict(self, a: NormSpec, b: NormSpec) -> Sameness:
+        """By the specifications; of the factors alone where a side's values are what they are, and were compared."""
+        if self.a.settable and self.b.settable:
+            return a.same_function(b, shape=self.shape)
+        return _any_weight(a).same_function(_any_weight(b), shape=self.shape)
 
     def _counterexample(self, seen: list[_Seen]) -> Counterexample | None:
         """Of the inputs that show nearly the largest difference the plainest, made small."""
@@ -352,6 +363,11 @@ class _Comparing:
         return Counterexample(
             x, apart.y_a, apart.y_b, worst.mode, apart.quantity, dict(values[0] or {}), dict(values[1] or {})
         )
+
+
+def _any_weight(spec: NormSpec) -> NormSpec:
+    """With one number as its weight, which makes up for every convention of the scale."""
+    return spec.replace(weight="", bias=None, weight_offset=0.0)
 
 
 def _casts(spec: NormSpec) -> tuple[str, str]:

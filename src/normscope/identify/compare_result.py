@@ -116,6 +116,8 @@ class Comparison:
 
     def __str__(self) -> str:
         verdict = {True: "the same function", False: "not the same function", None: "undecided"}[self.same]
+        if [mode for mode, same in self.modes.items() if same is False] == ["bfloat16"]:
+            verdict = "the same function of real numbers, rounded differently in bfloat16"
         lines = [f"{self.name_a} and {self.name_b}: {verdict}"]
         lines += [f"  a: {self.spec_a or 'not known'}", f"  b: {self.spec_b or 'not known'}"]
         for mode, same in self.modes.items():

@@ -182,34 +182,36 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
 
 def _module_side(module: Any, example: Any, layout: str | None) -> Side:
     from normscope.identify.module_box import box_of_module, call_of, tensors_of
+    from normscope.identify.tensor_paths import tensor_paths, value_shapes
     from normscope.reading import UnknownNormalization, read
 
     box = box_of_module(module, call_of(example))
-    copy = box.module
-    spec, reason, named = None, "", {}
+    copy, shape = box.module, tuple(box.call.example.shape)
+    tensors = tensors_of(copy)
+    spec, reason = None, ""
     try:
-        reading = read(copy, input_ndim=box.call.example.ndim)
-        spec, named = reading.spec, reading.tensors
-    except (UnknownNormalization, ValueError) as error:
-        reason = str(error)
-    if spec is None:
+        reading = read(copy, input_ndim=len(shape))
+    except (UnknownNormalization, ValueError):
         from normscope.identify import identify
 
         found = identify(module, example, layout=layout)
-        spec, reason = found.spec, _why(found) or reason
-    paths = {}
-    tensors = tensors_of(copy)
-    for name in ("weight", "bias", *STORED):
-        held = named.get(name) if named else getattr(copy, name, None)
-        path = next((path for path, tensor in tensors.items() if tensor is held), None)
-        if path is not None:
-            paths[name] = path
-    held_values = {name: tensors[path].detach().double().numpy().copy() for name, path in paths.items()}
+        spec, reason = found.spec, _why(found)
+        paths = {} if spec is None else tensor_paths(box.in_mode(training=False), spec)
+    else:
+        spec = reading.spec
+        named = {
+            name: path for path, t in tensors.items() for name, held in reading.tensors.items() if held is t
+        }
+        paths = {name: named[name] for name in ("weight", "bias", *STORED) if name in named}
+    values = {name: tensors[path].detach().double().numpy().copy() for name, path in paths.items()}
+    if spec is not None:
+        wanted = value_shapes(spec.bind(shape))
+        values = {name: value.reshape(wanted[name]) for name, value in values.items() if name in wanted}
     return ModuleSide(
         type(module).__name__,
         spec,
-        "" if spec is not None else reason,
-        held_values,
+        reason,
+        values,
         settable=_all_named(spec, paths),
         switches=True,
         boxes={"train": box.in_mode(True), "eval": box.in_mode(False)},
