@@ -33,8 +33,8 @@ def cast_order(
     running: RunningState | None,
     training: bool,
     float32_in_float64: bool,
-) -> tuple[Cast | None, Evidence]:
-    """The casts of a bfloat16 copy whose gain and bias are what is given; None where no order explains the bits.
+) -> tuple[Cast, Evidence]:
+    """The casts of a bfloat16 copy whose gain and bias are what is given.
 
     ``float32_in_float64``: whether casts to float32 run also on float64 inputs, so that float32 is meant by name.
     """
@@ -66,7 +66,7 @@ def cast_order(
         what = "in bfloat16 it computes in float32, casts back, then applies the weight"
         return Cast(compute, "after"), Evidence(what, probe, shares)
     what = "in bfloat16 it rounds to 8 bits along the way: no order of casts after float32 explains its bits"
-    return None, Evidence(what, probe, shares | {"largest error": worst})
+    return Cast("input"), Evidence(what, probe, shares | {"largest error": worst})
 
 
 def rounded(values: Array) -> Array:

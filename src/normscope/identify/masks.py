@@ -77,7 +77,7 @@ def probe_mask(box: ModuleBox, argument: str) -> MaskFinding | None:
             everything = box.run(x, **{argument: trial.everything}).output
         except ModelError:
             continue
-        if one.shape != box.shape:
+        if one.shape != box.shape or not one[trial.valid].any():  # the other sense: what is valid is erased
             continue
         leak = float(np.max(np.abs(one - two)[trial.valid]))
         effect = float(np.max(np.abs(one - everything)[trial.valid]))

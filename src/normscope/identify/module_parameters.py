@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,11 +54,14 @@ class Values:
         return weight, bias
 
 
-def affine_values(core: Identification, mode: InMode, layout: str | None) -> Values:
+def affine_values(
+    core: Identification, mode: InMode, layout: str | None, stored: Sequence[Role] = ()
+) -> Values:
     """The neutral function that ``core`` names, with the axes of the gains and biases of a mode.
 
-    Of several ways to write the axes of the sets, the family whose parameters live where these do comes first. What
-    the neutral function multiplies by although all gains are 1 is written in the code: a fixed gain.
+    Of several ways to write the axes of the sets, the family whose parameters and ``stored`` statistics live where
+    these do comes first. What the neutral function multiplies by although all gains are 1 is written in the code: a
+    fixed gain.
 
     Raises NoAxes where a tensor lives on no axes of any spelling.
     """
@@ -76,10 +79,13 @@ def affine_values(core: Identification, mode: InMode, layout: str | None) -> Val
         try:
             where_gain = _place(named, [role for role, _ in gains], mode.box.shape)
             where_bias = _place(named, list(biases), mode.box.shape)
+            where_state = _place(named, list(stored), mode.box.shape)
         except NoAxes as error:
             refused = error
             continue
-        strange = sum(one is not None and one.axes not in ("", own) for one in (where_gain, where_bias))
+        strange = sum(
+            one is not None and one.axes not in ("", own) for one in (where_gain, where_bias, where_state)
+        )
         told = named.replace(
             weight=None if where_gain is None else where_gain.axes,
             weight_offset=gains[0][1] if len(gains) == 1 else 0.0,

@@ -77,7 +77,7 @@ def _without_state(here: InMode, there: InMode | None, layout: str | None) -> Wh
 def _by_state_alone(fixed: InMode, other_raises: bool, layout: str | None) -> Whole:
     """Stored statistics in every mode that was seen."""
     core = replace(fixed.core, spec=_by_convention(fixed, layout))
-    values = affine_values(core, fixed, layout)
+    values = affine_values(core, fixed, layout, fixed.named("mean", "nonlinear"))
     stored, law = _stored(values.spec, fixed)
     running = Running() if other_raises else Running(momentum=0.0)
     running = replace(running, over=stored.placed.axes)
@@ -93,7 +93,7 @@ def _by_state_alone(fixed: InMode, other_raises: bool, layout: str | None) -> Wh
 
 def _with_state(here: InMode, live: InMode, fixed: InMode, layout: str | None) -> Whole:
     """Statistics of the input in one mode, ``live``, and stored ones in the other."""
-    values = affine_values(live.core, here, layout)
+    values = affine_values(live.core, here, layout, fixed.named("mean", "nonlinear"))
     stored, law = _stored(values.spec, fixed)
     units = _units_of(values.spec, live.core.equivalent)
     base = next((spec for spec in (values.spec, *units) if _agrees(spec, law)), None)

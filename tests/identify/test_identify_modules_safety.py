@@ -1,0 +1,129 @@
+"""The module that is identified is never called and never written; what cannot be copied is refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from normscope.errors import BadInput, ModelError
+from normscope.identify.modules import identify_module
+
+
+class Counting(nn.BatchNorm1d):
+    """Writes whatever it can while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(self.calls))
+        self.weight.data.add_(0.0)
+        x = super().forward(x)
+        return x
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = Counting().train()
+    module.weight.grad = torch.ones(6)
+    heard: list[Any] = []
+    module.register_forward_hook(lambda *args: heard.append(args))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    storages = {name: value.data_ptr() for name, value in module.state_dict().items()}
+    versions = {name: value._version for name, value in module.state_dict().items()}
+    generator = torch.random.get_rng_state()
+    found = identify_module(module, torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
+    assert found.spec is not None
+    assert torch.equal(torch.random.get_rng_state(), generator)
+    assert module.training
+    assert module.calls == []
+    assert heard == []
+    assert torch.equal(module.weight.grad, torch.ones(6))
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+        assert (value.data_ptr(), value._version) == (storages[name], versions[name])
+    assert "its forward hooks were left out of the copy that was probed" in found.notes
+
+
+def test_the_example_is_left_as_it_was() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sub_(x.mean(-1, keepdim=True)).div_((x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt())
+
+    example = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    before = example.clone()
+    assert identify_module(InPlace(), example).spec is not None
+    assert torch.equal(example, before)
+
+
+def test_half_precision_modules_are_identified_in_float64() -> None:
+    found = identify_module(nn.LayerNorm(6).bfloat16(), torch.zeros(4, 6, dtype=torch.bfloat16))
+    assert found.spec is not None
+    assert found.spec.eps == 1e-5
+
+
+def test_inference_and_frozen_parameters_are_no_obstacle() -> None:
+    module = nn.LayerNorm(6).requires_grad_(False)
+    with torch.inference_mode():
+        example = torch.zeros(4, 6)
+    assert identify_module(module, example).spec is not None
+
+
+def test_lazy_modules_are_refused() -> None:
+    with pytest.raises(BadInput) as caught:
+        identify_module(nn.LazyBatchNorm1d(), torch.zeros(4, 6))
+    assert str(caught.value) == (
+        "a module is identified by its values, and weight of LazyBatchNorm1d is not initialized yet (a lazy module). "
+        "Run one forward first"
+    )
+
+
+def test_meta_modules_are_refused() -> None:
+    with pytest.raises(BadInput) as caught:
+        identify_module(nn.LayerNorm(6, device="meta"), torch.zeros(4, 6))
+    assert str(caught.value) == (
+        "a module is identified by its values, and weight of LayerNorm is on the meta device. Load its values first: "
+        "module.to_empty(device='cpu'), then load_state_dict"
+    )
+
+
+def test_what_cannot_be_copied_is_refused() -> None:
+    class Open(nn.LayerNorm):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("cannot pickle a handle")
+
+    with pytest.raises(BadInput) as caught:
+        identify_module(Open(6), torch.zeros(4, 6))
+    assert str(caught.value) == (
+        "a module is identified on a copy, and Open cannot be copied (TypeError: cannot pickle a handle). Drop cached "
+        "activations and open handles first, or pass a function of one array"
+    )
+
+
+def test_an_example_without_floating_numbers_is_refused() -> None:
+    with pytest.raises(BadInput) as caught:
+        identify_module(nn.LayerNorm(6), torch.zeros(4, 6, dtype=torch.int64))
+    assert str(caught.value) == (
+        "an example holds one floating array to vary; got torch.int64. Pass a tensor like those that the module "
+        "normalizes"
+    )
+
+
+def test_a_module_that_raises_on_the_example() -> None:
+    with pytest.raises(ModelError) as caught:
+        identify_module(nn.LayerNorm(6), torch.zeros(4, 7))
+    assert str(caught.value).startswith(
+        "module LayerNorm raised on a torch.float64 input of shape (4, 7) (RuntimeError: Given normalized_shape=[6]"
+    )
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_hooks_of_torch_stay() -> None:
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    found = identify_module(copy.deepcopy(module), torch.zeros(4, 6))
+    assert found.spec is None
+    assert not any("hooks" in note for note in found.notes)
