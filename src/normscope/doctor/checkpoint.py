@@ -102,7 +102,8 @@ def _prefix(own: list[str], held: list[str]) -> str:
 def _lacking(
     site: Site, names: dict[int, list[str]], held: dict[str, torch.Tensor], others: list[torch.Tensor]
 ) -> Lacking | None:
-    missing, there = [], []
+    missing: list[str] = []
+    there: list[str] = []
     for what, tensor in site.tensors.items():
         known = names.get(id(tensor))
         if known is None or what == BUFFERS[2]:

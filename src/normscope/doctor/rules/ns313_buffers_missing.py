@@ -82,8 +82,8 @@ def _wrapped(found: Comparison) -> Finding:
         code="NS313",
         site="",
         severity="error",
-        message=f"the names of checkpoint and model differ by the prefix {found.prefix!r}, and no value of the checkpoint "
-        "is in the model: it was not loaded.",
+        message=f"the names of checkpoint and model differ by the prefix {found.prefix!r}, and no value of the "
+        "checkpoint is in the model: it was not loaded.",
         evidence={"prefix": found.prefix},
         fix="take the prefix off (or load into the wrapped model), and load with strict=True",
     )
