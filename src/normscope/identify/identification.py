@@ -21,7 +21,7 @@ from normscope.identify.probing import Contradiction, Pair, Prober, direction, p
 from normscope.identify.repeats import find_precision, global_generators_kept, require_repeatable
 from normscope.identify.result import Identification
 from normscope.identify.scan import Scan, crossing, is_linear, observations, refine, require_bounded, scan
-from normscope.identify.second_size import fixed_factors, moving, roomy, second_gain
+from normscope.identify.second_size import CLEARLY, fixed_factors, moving, roomy, second_gain
 from normscope.identify.spelling import names_of, spellings
 from normscope.spec import NormSpec
 
@@ -74,7 +74,7 @@ def identify(
         )
     with global_generators_kept():
         box = box_of(fn, example)
-        return identify_box(box, shape_of(example), layout=layout)
+    return identify_box(box, shape_of(example), layout=layout)
 
 
 def identify_box(box: Box, shape: tuple[int, ...], *, layout: str | None = None) -> Identification:
@@ -87,7 +87,8 @@ def identify_box(box: Box, shape: tuple[int, ...], *, layout: str | None = None)
         for most in (ROOM, prod(shape)):
             f = Prober(box, roundoff)
             try:
-                return _probed(f, shape, layout, most)
+                with global_generators_kept():
+                    return _probed(f, shape, layout, most)
             except Contradiction as contradiction:
                 if first is None:
                     first, reason = f, str(contradiction)
@@ -178,7 +179,7 @@ def _sets(f: Prober, pairs: list[Pair]) -> Partition:
             f"{dead} of {live.size} outputs never change: their gain is 0, and their sets were told by the others"
         )
     try:
-        return find_partition(f, pairs[0], live)
+        return find_partition(f, pairs[0], moving(f, outputs, CLEARLY))
     except Contradiction:
         if is_linear(scan(f, pairs, pairs[0].even)):
             raise Contradiction(

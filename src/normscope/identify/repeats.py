@@ -99,9 +99,10 @@ def find_precision(f: Prober, shape: tuple[int, ...]) -> None:
         coarse = _rounded(x, dtype)
         if f.roundoff >= ROUNDOFF.get(dtype, 1.0) or not np.array_equal(y, f(coarse)):
             continue
-        # a step function is blind to small changes too, and to those of a few units of the dtype besides
+        # a step function is blind to small changes too, and so are sets of two elements: those of a few units of the
+        # dtype have to be seen
         nudged = f(coarse * (1 + gap * rng.choice([-1.0, 1.0], shape)))
-        if np.mean(nudged == y) > 0.5:
+        if np.mean(np.abs(nudged - y) > gap / 64 * np.abs(y)) < 0.5:
             continue
         if dtype != "float32":
             raise Contradiction(
