@@ -52,8 +52,11 @@ def redundancy(first: Site, before: Call, second: Site, call: Call, between: Nei
     if common is None:
         return None
     shifts = one.bias is not None or one.center
-    if gathers and (one.center or not two.center) and (two.center or one.bias is None):
-        return Redundancy("second", common == "uniform", one.center)
+    bias = None if one.bias is None else first.array("bias")
+    unshifted = two.center or one.bias is None or (bias is not None and not bias.any())
+    if gathers and (one.center or not two.center) and unshifted:
+        # without centering the bias must be 0, and training may move it
+        return Redundancy("second", common == "uniform" or not (two.center or one.bias is None), one.center)
     if divides and (two.center or not shifts):
         return Redundancy("first", common == "uniform", False)
     return None

@@ -49,7 +49,7 @@ from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, percent, plural
 
 if TYPE_CHECKING:
-    from normscope.doctor.site import Call, Site
+    from normscope.doctor.site import Site
     from normscope.doctor.subject import Subject
 
 LARGEST = 4
@@ -79,39 +79,23 @@ def _by_batch_in_training(site: Site) -> bool:
 def _set_sizes(subject: Subject, site: Site, last: int) -> Iterator[int]:
     """Elements per statistic set of each call, if the batch had ``last`` samples."""
     for call in site.calls:
-        shape = _shape(subject, site, call, last)
-        if shape is not None:
-            yield (call.spec or site.spec).bind(shape).set_size  # type: ignore[union-attr]
-
-
-def _shape(subject: Subject, site: Site, call: Call, last: int) -> tuple[int, ...] | None:
-    """The call's shape with ``last`` samples; None where its rows are not samples times something."""
-    from normscope.spec import PatternError
-
-    spec = call.spec or site.spec
-    assert spec is not None
-    bound = spec.bind(call.shape)
-    if bound.sample_dim is None:
-        return None
-    rows = call.shape[bound.sample_dim]
-    if rows % subject.batch_size:
-        return None
-    shape = list(call.shape)
-    shape[bound.sample_dim] = rows // subject.batch_size * last
-    try:
-        spec.bind(tuple(shape))
-    except PatternError:  # virtual batches of a fixed size
-        return None
-    return tuple(shape)
+        spec = call.spec or site.spec
+        assert spec is not None
+        axis = spec.bind(call.shape).sample_dim
+        if axis is None or call.shape[axis] % subject.batch_size:
+            continue  # its rows are not samples times something
+        shape = list(call.shape)
+        shape[axis] = shape[axis] // subject.batch_size * last
+        yield spec.bind(tuple(shape)).set_size
 
 
 def _finding(subject: Subject, site: Site, size: int, last: int) -> Finding:
-    told = {
-        1: "its output is the bias, and PyTorch's own layers raise",
-        2: "every pair comes out as +1 and -1",
-    }
-    noise = (1 / (2 * (size - 1))) ** 0.5 if size > 1 else 1.0
-    what = told.get(size, f"their scale is known to {percent(noise)}")
+    if size == 1:
+        what = "its output is the bias, and PyTorch's own layers raise"
+    elif size == 2:
+        what = "every pair comes out as +1 and -1"
+    else:
+        what = f"their scale is known to {percent((1 / (2 * (size - 1))) ** 0.5)}"
     return Finding(
         code="NS204",
         site=site.name,
