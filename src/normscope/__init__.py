@@ -30,6 +30,8 @@ _HOME = {
     "explain": "normscope.doctor.explain",
     "Report": "normscope.doctor.report",
     "Finding": "normscope.doctor.report",
+    "identify": "",
+    "Identification": "normscope.identify.result",
     "compare": "normscope.identify.compare",
     "Comparison": "normscope.identify.compare_result",
     "transforms": "",
@@ -50,8 +52,10 @@ if TYPE_CHECKING:
     from normscope.doctor.report import Finding as Finding
     from normscope.doctor.report import Report as Report
     from normscope.functional import normalize as normalize
+    from normscope.identify import identify as identify
     from normscope.identify.compare import compare as compare
     from normscope.identify.compare_result import Comparison as Comparison
+    from normscope.identify.result import Identification as Identification
     from normscope.monitor.monitor import Monitor as Monitor
     from normscope.reading import spec_of as spec_of
     from normscope.spec import Cast as Cast

@@ -137,7 +137,8 @@ def _polish(d: Data, q: float, form: str) -> tuple[float, float]:
         error = 1 / np.sqrt(curvature)
         move = float(np.sum(slope * left)) / curvature
         q *= float(np.exp(np.clip(move, -0.5, 0.5)))
-        if abs(move) < 0.01 * error:
+        # a wrong form leaves more than roundings, and is as well known as that allows
+        if abs(move) < 0.01 * error * max(1.0, float(np.sqrt(np.mean(left**2)))):
             break
     return q, float(error)
 

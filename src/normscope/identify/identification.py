@@ -21,7 +21,7 @@ from normscope.identify.probing import Contradiction, Pair, Prober, direction, p
 from normscope.identify.repeats import find_precision, global_generators_kept, require_repeatable
 from normscope.identify.result import Identification
 from normscope.identify.scan import Scan, crossing, is_linear, observations, refine, require_bounded, scan
-from normscope.identify.second_size import CLEARLY, fixed_factors, moving, roomy, second_gain
+from normscope.identify.second_size import fixed_factors, roomy, second_gain
 from normscope.identify.spelling import names_of, spellings
 from normscope.spec import NormSpec
 
@@ -167,7 +167,7 @@ def _sets(f: Prober, pairs: list[Pair]) -> Partition:
         raise Contradiction(
             f"ordinary inputs give {bad} outputs of {sum(y.size for y in outputs)} that are NaN or infinite"
         )
-    live = moving(f, outputs)
+    live = np.ptp(outputs, axis=0) > 16 * f.roundoff * np.abs(outputs).max(axis=0)
     if not live.any():
         raise Contradiction(
             "the output does not depend on the input: it is a constant, a gain of 0, or a centered norm whose "
@@ -179,7 +179,7 @@ def _sets(f: Prober, pairs: list[Pair]) -> Partition:
             f"{dead} of {live.size} outputs never change: their gain is 0, and their sets were told by the others"
         )
     try:
-        return find_partition(f, pairs[0], moving(f, outputs, CLEARLY))
+        return find_partition(f, pairs)
     except Contradiction:
         if is_linear(scan(f, pairs, pairs[0].even)):
             raise Contradiction(

@@ -19,7 +19,8 @@ from normscope.identify.probing import Contradiction, Pair, Prober
 Mask = NDArray[np.bool_]
 Labels = NDArray[np.int64]
 MOVED = 64
-"""roundings by which an output has to change to have moved; what shares a set moves by a large part of itself"""
+"""roundings by which an output has to change to have moved; what shares a set moves by a large part of itself less the
+bias"""
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,12 @@ class Partition:
         return self.set_size == 1
 
 
-def find_partition(f: Prober, base: Pair, live: Mask) -> Partition:
-    """Find the sets. ``live`` marks the outputs that show anything: where the gain is 0, nothing moves.
+def find_partition(f: Prober, pairs: Sequence[Pair]) -> Partition:
+    """Find the sets, by moving elements of the first input.
 
     Raises Contradiction where what moves together is no such partition.
     """
+    base, live = pairs[0], _telling(f, pairs)
     shape = base.x.shape
     places = _places(live)
     moved = {place: _moved_by(f, base, place) for place in places}
@@ -84,6 +86,14 @@ def find_partition(f: Prober, base: Pair, live: Mask) -> Partition:
         raise Contradiction(_why_not(moved, live))
     _say(f, found, places)
     return found
+
+
+def _telling(f: Prober, pairs: Sequence[Pair]) -> Mask:
+    """Outputs that have to move with their set: those that stand clear of the bias, where the gain is not 0."""
+    outputs = [y for one in pairs for y in (one.plus, one.minus)]
+    apart, size = np.abs(outputs[0] - np.mean(outputs, axis=0)), np.abs(outputs).max(axis=0)
+    clear = np.asarray(apart > 16 * MOVED * f.roundoff * size)
+    return clear if clear.any() else np.asarray(apart > 0)
 
 
 def _places(live: Mask) -> list[tuple[int, ...]]:

@@ -7,14 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from normscope.identify.box import Array
 from normscope.identify.fit import Fit, fit
-from normscope.identify.partition import MOVED, Factor, Mask, Partition, find_partition
+from normscope.identify.partition import Factor, Partition, find_partition
 from normscope.identify.probing import Contradiction, Prober, direction, pair
 from normscope.identify.scan import Scan, observations
-
-CLEARLY = 16 * MOVED
-"""roundings by which outputs vary that are asked which set they are in: a small gain under a large bias hides it"""
 
 
 @dataclass(frozen=True)
@@ -96,20 +92,12 @@ def _blocks(factors: Sequence[Factor]) -> int | None:
 
 
 def _partition_at(f: Prober, shape: tuple[int, ...]) -> Partition | None:
-    base, other = pair(f, direction(shape, 0)), pair(f, direction(shape, 1))
+    pairs = [pair(f, direction(shape, seed)) for seed in (0, 1)]
     quiet = Prober(f.box, f.roundoff)  # its conclusions are those of the first shape
     try:
-        return find_partition(quiet, base, moving(f, [base.plus, other.plus], CLEARLY))
+        return find_partition(quiet, pairs)
     except Contradiction:
         return None
-
-
-def moving(f: Prober, outputs: Sequence[Array], roundings: int = 16) -> Mask:
-    """Outputs that show anything: they differ between inputs by more than this many roundings."""
-    size = np.maximum.reduce([np.abs(y) for y in outputs])
-    spread = np.maximum.reduce(list(outputs)) - np.minimum.reduce(list(outputs))
-    found = np.asarray(spread > roundings * f.roundoff * size, dtype=np.bool_)
-    return found if found.any() or roundings <= 16 else moving(f, outputs)
 
 
 def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
