@@ -16,9 +16,14 @@ from normscope.errors import BadInput
 if TYPE_CHECKING:
     from normscope.cli.settings import Settings
     from normscope.doctor.baseline import Baseline
+    from normscope.doctor.report import Report
     from normscope.targets import Loaded
 
-WRITTEN = {"--html": "report.html", "--write-baseline": "normscope-baseline.json"}
+WRITTEN = {
+    "--html": "report.html",
+    "--write-baseline": "normscope-baseline.json",
+    "-o": "fixed.safetensors",
+}
 FORMATS = ("text", "json", "sarif", "github")
 HINT = (
     "what these need is given by --data FILE, with the keys inputs, targets and mask, or by a target that returns a "
@@ -65,6 +70,13 @@ def command(
     write_baseline: Path | None = typer.Option(
         None, "--write-baseline", metavar="FILE", help="Accept what is found now: write it to FILE."
     ),
+    fix: list[str] = typer.Option(
+        [], "--fix", metavar="CODES", help="Fix these, as far as weights hold it; needs -o."
+    ),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="Where --fix writes the state dict: .safetensors."
+    ),
+    unsafe: bool = typer.Option(False, "--unsafe", help="Let --fix also change what the model computes."),
     explain: bool = typer.Option(
         False,
         "--explain",
@@ -89,7 +101,14 @@ def command(
     severity_rank(fail_on)
     if format_ not in FORMATS:
         raise BadInput(f"--format is one of {', '.join(FORMATS)}; got {format_!r}")
-    for option, file in (("--html", html), ("--write-baseline", write_baseline)):
+    fixes = _codes("--fix", fix)
+    if bool(fixes) != (output is not None):
+        raise BadInput("--fix and -o FILE belong together: --fix NS501 -o fixed.safetensors")
+    if output is not None and output.suffix != ".safetensors":
+        raise BadInput(f"-o {output}: name a .safetensors file, which is what --fix writes")
+    if explain and (html or baseline or write_baseline or fixes):
+        raise BadInput("--explain stands instead of the report: leave --html, the baseline and --fix out")
+    for option, file in (("--html", html), ("--write-baseline", write_baseline), ("-o", output)):
         if file is not None:
             _writable(option, file)
     known = _baseline(baseline, write_baseline, defaults)
@@ -139,6 +158,8 @@ def command(
         known = Baseline.of(suppress(report, defaults.ignore_site), known)
         write_baseline.write_text(known.to_json() + "\n", encoding="utf-8")
         note(f"{write_baseline} accepts {counted(len(known.entries), 'finding')}")
+    if output is not None:
+        _fixed(report, fixes, loaded, output, unsafe=unsafe)
     report = suppress(report, defaults.ignore_site, known)
     if format_ == "text":
         from normscope.render.text import print_report, to_text
@@ -157,6 +178,29 @@ def command(
     if html is not None:
         report.to_html(html)
     return FINDINGS if report.at_least(fail_on) else 0
+
+
+def _fixed(report: Report, codes: tuple[str, ...], loaded: Loaded, file: Path, *, unsafe: bool) -> None:
+    """Write the state dict of the fixed model; nothing where nothing that weights hold was fixed."""
+    from safetensors.torch import save_file
+
+    from normscope.transforms.fixes import apply
+
+    fixed, done = apply(
+        report,
+        codes,
+        loaded.model,
+        loaded.inputs,
+        optimizer=loaded.optimizer,
+        unsafe=unsafe,
+        stored_only=True,
+    )
+    note(str(done))
+    if not done.done:
+        note(f"{file} was not written: nothing was fixed")
+        return
+    # contiguous copies: the format holds no shared memory
+    save_file({name: t.detach().clone().contiguous() for name, t in fixed.state_dict().items()}, file)
 
 
 def _explained(

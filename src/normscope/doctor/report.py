@@ -6,7 +6,7 @@ Plain data: a report holds no tensor and no part of the model, so it can be pick
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from normscope.errors import BadInput, FindingsError
 
 if TYPE_CHECKING:
     from normscope.spec import NormSpec
+    from normscope.transforms.report import TransformReport
 
 SEVERITIES = ("info", "warning", "error")
 """from the mildest to the gravest"""
@@ -171,6 +172,25 @@ class Report:
                 f"{f.code} {f.name} ({f.severity}) at {f.site or 'the model'}: {f.message}" for f in found
             ]
             raise FindingsError(f"{len(found)} finding(s) at or above {severity}:\n" + "\n".join(lines))
+
+    def apply(
+        self,
+        codes: str | Sequence[str],
+        model: Any,
+        sample: Any = None,
+        *,
+        optimizer: Any = None,
+        unsafe: bool = False,
+        inplace: bool = False,
+    ) -> tuple[Any, TransformReport]:
+        """Fix what is mechanical: ``(fixed model, what was done)``; see :func:`normscope.transforms.fixes.apply`.
+
+        ``report.apply("NS501", model, inputs)`` compares outputs before and after on ``inputs``; what would change
+        them is refused unless ``unsafe``.
+        """
+        from normscope.transforms.fixes import apply
+
+        return apply(self, codes, model, sample, optimizer=optimizer, unsafe=unsafe, inplace=inplace)
 
     # The renderers stand a floor above; they are imported when asked for, so this file depends on none of them.
     def to_json(self) -> str:

@@ -105,7 +105,7 @@ def _dependent(site: Site, dtypes: list[str]) -> Finding:
         severity="warning" if len(values) > 1 else "info",
         message=f"eps is None, so the dtype decides it: {told}.",
         evidence={f"eps_{d}": v for d, v in values.items()},
-        fix=f"write the value out: eps={number(next(iter(values.values())))}",
+        fix=f"write the value out: eps={next(iter(values.values()))!r}",
     )
 
 

@@ -100,7 +100,9 @@ def _diagnose(site: Site, beside_numbers: bool) -> tuple[str, str, str, str] | N
             "convention", "warning",
             f"{told}, so each batch replaces that share and the statistics average only {number(batches)} batches; it "
             "looks like the convention of Keras, Flax and ONNX, where the number is the share that stays.",
-            f"set momentum to {number(1 - momentum)}" if momentum < 1 else "set momentum to 0.1",
+            f'set momentum to {number(1 - momentum)}: report.apply("NS308", model)'
+            if momentum < 1
+            else "set momentum to 0.1",
         )  # fmt: skip
     return None
 

@@ -92,6 +92,7 @@ def _finding(calls: list[Any]) -> Finding:
             "derived": fed.removed,
             "relative_gradient": fed.gradient,
         },
-        fix="construct that layer with bias=False; in a trained model subtract its bias from running_mean first",
+        fix="construct that layer with bias=False; in a trained model subtract its bias from running_mean first, as "
+        'report.apply("NS501", model, inputs) does',
         mode="train",
     )

@@ -87,6 +87,7 @@ def _finding(site: Site, decayed: dict[str, Any]) -> Finding:
             "parameters": list(decayed),
             "numbers": sum(site.tensors[name].numel() for name in decayed),
         },
-        fix="put gains and biases into a parameter group with weight_decay=0",
+        fix="put gains and biases into a parameter group with weight_decay=0: "
+        'report.apply("NS502", model, optimizer=optimizer)',
         mode="train",
     )

@@ -85,9 +85,7 @@ def _finding(name: str, weight: Symmetry, group: dict[str, Any], kinds: set[str]
     pull = rate * decay
     steps = math.log(2) / -math.log1p(-pull) if direct and 0 < pull < 1 else None
     shrinks = (
-        f"it halves |w| in {round(steps)} steps if gradients do not lengthen it"
-        if steps
-        else "it shortens w"
+        f"it halves |w| in {round(steps)} steps if gradients do not lengthen it" if steps else "it shortens w"
     )
     formula = "lr / |w|^2" if gradient else "lr sqrt(n) / |w|"
     return Finding(
