@@ -7,12 +7,14 @@ back and the whole is compared with the reference on fresh inputs, in training a
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from normscope.errors import ModelError, told
+from normscope.identify.box import box_of, shape_of
 from normscope.identify.constant_input import gradient_at_constant
 from normscope.identify.float64_copy import has_own_hooks
 from normscope.identify.identification import identify_box
@@ -49,6 +51,8 @@ def identify_module(
     >>> print(found.spec)
     ... d -> ...; centered; std, biased; eps 1e-05 inside the root; weight d; bias d
     """
+    if (keras := sys.modules.get("keras")) and isinstance(module, keras.Layer):  # on torch, layers are modules too
+        return identify_box(box_of(module, example), shape_of(example), layout=layout)
     box = with_everything_valid(box_of_module(module, call_of(example)))
     box = replace(box, name=f"module {type(module).__name__}")
     here_trains = box.module.training if training is None else training

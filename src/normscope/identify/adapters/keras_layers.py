@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -60,9 +60,19 @@ def _twin(layer: Any, shape: tuple[int, ...]) -> tuple[Any, list[Any]]:
 
 @contextmanager
 def _wide() -> Iterator[None]:
-    """64-bit numbers where the backend is JAX."""
-    if sys.modules["keras"].backend.backend() == "jax":
-        with double_precision():
+    """64-bit numbers: in JAX where that is the backend, and in Keras's own table of promotions.
+
+    Keras narrows float64 with anything to float32 (its ``BIT64_TO_BIT32_DTYPE``), in layers of dtype float64 too. Where
+    a version of Keras has no such table, the result has float32 errors, which identification notices and says.
+    """
+    table = getattr(sys.modules.get("keras.src.backend.common.dtypes"), "BIT64_TO_BIT32_DTYPE", {})
+    narrow = table.get("float64")
+    jax = sys.modules["keras"].backend.backend() == "jax"
+    with double_precision() if jax else nullcontext():
+        try:
+            if narrow is not None:
+                table["float64"] = "float64"
             yield
-    else:
-        yield
+        finally:
+            if narrow is not None:
+                table["float64"] = narrow

@@ -1,0 +1,18 @@
+#!/bin/sh
+# Tests of Flax and Keras layers, in an environment of their own without torch.
+# Usage: tests/frameworks/run.sh [ENVIRONMENT]  (default: a directory under the temporary one; kept for the next time)
+# Where TORCH_PYTHON names an interpreter with torch and normscope, the Keras tests also run there on the torch backend,
+# with the environment's keras on its path.
+set -eu
+root=$(cd "$(dirname "$0")/../.." && pwd)
+env=${1:-${TMPDIR:-/tmp}/normscope-frameworks}
+[ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
+"$env/bin/python" -m pip install --quiet jax flax keras numpy pytest typer rich safetensors "setuptools>=77"
+NORMSCOPE_BUILD=none "$env/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable "$root"
+cd "$root"
+export OMP_NUM_THREADS=1
+KERAS_BACKEND=jax "$env/bin/python" -m pytest -q tests/frameworks
+if [ -n "${TORCH_PYTHON:-}" ]; then
+    packages=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    KERAS_BACKEND=torch PYTHONPATH="$root/src:$packages" "$TORCH_PYTHON" -m pytest -q tests/frameworks/test_frameworks_keras.py
+fi
