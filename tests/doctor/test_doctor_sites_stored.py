@@ -229,7 +229,7 @@ def test_constants_that_are_no_stored_statistics_make_no_site(body: Body, traini
     assert sites_of(InAModel(body).train(training)) == []
 
 
-def test_a_report_lists_the_frozen_norm_that_cannot_be_read() -> None:
+def test_a_report_knows_the_frozen_norm_that_no_reader_knows() -> None:
     class FrozenBatchNorm2d(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -242,8 +242,10 @@ def test_a_report_lists_the_frozen_norm_that_cannot_be_read() -> None:
     model = between(FrozenBatchNorm2d())
     report = normscope.check(model, torch.rand(8, 3, 9, 9))
     assert [(row.name, row.kind) for row in report.sites] == [("1", "hand-written")]
-    (note,) = (note for note in report.notes if "was not checked" in note)
-    assert note.endswith("was not checked: hand-written; not identified")
+    (site,) = report.sites
+    assert site.spec is not None
+    assert (site.spec.stats, site.spec.eps) == ("b c ... -> c", 1e-5)
+    assert (site.mode_train, site.mode_eval, site.reason) == ("frozen", "frozen", "")
     assert "NS304" not in report.passed
 
 
@@ -251,9 +253,26 @@ def test_a_gap_that_cannot_be_measured_has_not_passed() -> None:
     known = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).train()
     for _ in range(100):
         known(torch.rand(32, 3, 9, 9))
-    model = nn.Sequential(known, between(Switching())).eval()
+    model = nn.Sequential(known, between(Crooked())).eval()
     report = normscope.check(model, torch.rand(32, 3, 9, 9), select=["NS304"])
     assert (report.findings, report.passed) == ((), ())
-    assert [(entry.site, entry.reason) for entry in report.not_run] == [
-        ("1.1", "hand-written; not identified")
-    ]
+    ((site, reason),) = ((entry.site, entry.reason) for entry in report.not_run)
+    assert site == "1.1"
+    assert reason.startswith("hand-written; not identified: ")
+
+
+class Crooked(Switching):
+    """Its gain is |gamma| + 0.1, which no specification says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) - wide(self.beta)) / wide(self.gamma) * wide(self.gamma.abs() + 0.1)
+
+
+def test_a_gap_of_a_norm_by_hand_is_measured() -> None:
+    model = between(Switching()).train()
+    for _ in range(100):
+        model(torch.rand(32, 3, 9, 9))
+    report = normscope.check(model.eval(), torch.rand(32, 3, 9, 9), select=["NS304"])
+    assert (report.findings, report.passed) == ((), ("NS304",))
+    moved = normscope.check(model, torch.rand(32, 3, 9, 9) + 2, select=["NS304"])
+    assert [(f.code, f.site) for f in moved.findings] == [("NS304", "1")]

@@ -195,9 +195,16 @@ class TestRedundantBias:
     @pytest.mark.parametrize(("axes", "redundant"), [((0, 2, 3), True), ((2, 3), True), ((1, 2, 3), False)])
     def test_a_norm_written_by_hand_is_measured(self, axes: tuple[int, ...], redundant: bool) -> None:
         class Own(nn.Module):
+            """With a gain |w| + 0.1, which no specification says, so that only a measurement tells."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = nn.Parameter(torch.ones(8, 1, 1))
+
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 mean = x.mean(axes, keepdim=True)
-                return (x - mean) / torch.sqrt((x - mean).square().mean(axes, keepdim=True) + 1e-5)
+                y = (x - mean) / torch.sqrt((x - mean).square().mean(axes, keepdim=True) + 1e-5)
+                return y * (self.w.abs() + 0.1)
 
         findings = found(nn.Sequential(nn.Conv2d(3, 8, 3), Own()), "NS501", images())
         assert [f.evidence["derived"] for f in findings] == [None] * redundant

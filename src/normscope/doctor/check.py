@@ -11,6 +11,7 @@ import torch
 
 import normscope
 from normscope.doctor import arguments, independence, runs
+from normscope.doctor.identified import identify_written
 from normscope.doctor.judging import judge
 from normscope.doctor.nested import named_inputs
 from normscope.doctor.portraits import measurements
@@ -175,12 +176,15 @@ def versions() -> dict[str, str]:
 
 
 def find(session: Session, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> list[Site]:
+    """The sites, those written by hand identified where that can be."""
     try:
-        return find_sites(session, args, None if args is None else kwargs)
+        sites = find_sites(session, args, None if args is None else kwargs)
     except NormscopeError:
         raise
     except (Exception, SystemExit) as error:
         raise _explained(session, args, kwargs, error) from error
+    identify_written(session, sites)
+    return sites
 
 
 def _explained(

@@ -81,6 +81,8 @@ class Session:
         }
         """every module by path, under each of its paths (of a compiled wrapper and its inside, the inside)"""
         refuse_unmaterialized(self.model)
+        self.keeps_statistics: set[int] = set()
+        """ids of modules found to keep running statistics under names of their own"""
         self._modes: dict[tuple[str, ...], dict[str, bool]] = {}
         self._open = False
 
@@ -313,10 +315,13 @@ class Session:
         if mode == "batch":
             live = self._after("train")
             return {
-                path: live[path] if has_running_state(self.modules[path]) else flag
+                path: live[path] if self._keeps_statistics(self.modules[path]) else flag
                 for path, flag in self._after("eval").items()
             }
         return self._after(mode)
+
+    def _keeps_statistics(self, module: nn.Module) -> bool:
+        return has_running_state(module) or id(module) in self.keeps_statistics
 
     def _after(self, call: str) -> dict[str, bool]:
         """``modes_after``, or every flag alike where the model's own method raises (exported programs do)."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from normscope.doctor.tracing.paths import ModuleNames
+    from normscope.identify.result import Identification
     from normscope.spec import NormSpec
 
 STATE_NAMES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -121,6 +122,8 @@ class Site:
     """in deployment this site runs inside a fused kernel (the transformer fast path)"""
     expected_eps: float | None = None
     """eps that the model's own config names, where it has one"""
+    identified: Identification | None = None
+    """how a hand-written norm came to its specification"""
     _arrays: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
     _names: ModuleNames | None = field(default=None, repr=False)
     """module paths of the model that the site was found in"""

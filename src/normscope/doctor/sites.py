@@ -248,6 +248,11 @@ def _unwatched(device: str) -> Iterator[None]:
         yield
 
 
+def _identified(site: Site) -> bool:
+    """A hand-written norm with a module of its own that is known by now: its calls are those of that module."""
+    return site.kind == "hand-written" and site.spec is not None
+
+
 @contextmanager
 def watch(sites: Sequence[Site], run: str, callback: Callable[[Event], None]) -> Iterator[None]:
     """Context manager around a later forward: ``callback(Event)`` at each call of each site with a known spec.
@@ -295,6 +300,6 @@ def watch(sites: Sequence[Site], run: str, callback: Callable[[Event], None]) ->
 
     hidden = any(site.kind == "hidden" for site in known.values())
     # a module whose spec is unknown is still a normalization: what it calls inside is no site of its own
-    modules = {id(site.module) for site in sites if site.kind == "module"}
+    modules = {id(site.module) for site in sites if site.kind == "module" or _identified(site)}
     with NormCalls(names, modules, tell, hidden=hidden, keep_running=True):
         yield

@@ -1,0 +1,166 @@
+"""custom-norm-deviates: a norm written by hand is not what its class name says.
+
+## What it does
+A norm that is a module of its own is identified by probing a copy of it, and compared with the norm of its name on
+your data. Reported are: an unbiased variance, eps outside the root or as a floor, a layer norm that subtracts no mean
+or an RMS norm that does, statistics that mix samples under the name of a norm that does not, an eps that the module
+holds and the function does not have, statistics computed in half precision, and a gradient that is not a number where
+a set is constant. Info; warning from an output that differs by 0.01 standard deviations on your data; error where it
+makes numbers into NaN there, or the gradient of a constant set that occurs.
+
+## Why it matters
+Code reviews read the name. Weights trained under one convention are loaded under the other when the hand-written
+class is replaced, by a fused kernel or in a port, and the model is off by just that much. A root of zero that is
+differentiated poisons every weight on the first padded sequence.
+
+## Known problems
+A class whose name says nothing (`Norm`) is only judged for lost eps, half precision and gradients. An unbiased variance
+is a constant factor, which the weight absorbs in training: it matters when weights move between the two.
+
+## Example
+```python
+import torch, normscope
+
+class LayerNorm(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+        self.bias = torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)  # unbiased
+        return self.weight * (x - mean) / (std + 1e-6) + self.bias  # outside the root
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), LayerNorm(16))
+report = normscope.check(model, torch.randn(8, 16))
+print(report)
+```
+
+## Fix
+Where nothing was trained yet, use the layer of torch.nn or normscope.nn. Else say in the class what it computes, or
+convert the weights with it: `normscope.compare(old, new)` tells by which factor. Take the root of variance plus eps.
+
+## References
+- Ba, Kiros and Hinton 2016, Layer Normalization (the biased variance).
+- Zhang and Sennrich 2019, Root Mean Square Layer Normalization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isclose, sqrt
+from typing import TYPE_CHECKING
+
+from normscope.doctor.named import promised
+from normscope.doctor.report import Finding, NotRun
+from normscope.doctor.rules import rule
+from normscope.doctor.wording import eps_text, label, number, plural
+
+if TYPE_CHECKING:
+    from normscope.doctor.probes.named_norm import Beside
+    from normscope.doctor.site import Site
+    from normscope.doctor.subject import Subject
+    from normscope.spec import NormSpec
+
+MATTERS = 0.01
+HALF = ("float16", "bfloat16")
+PLACES = {
+    "std": "eps {eps} stands outside the root, sqrt(v) + eps",
+    "max": "eps {eps} is a floor, max(sqrt(v), eps)",
+    "max_variance": "eps {eps} is a floor under the root, sqrt(max(v, eps))",
+}
+EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
+
+
+@rule("NS106", "custom-norm-deviates", kinds="D", needs=("data", "named_norm"))
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
+    for site in subject.sites:
+        if site.kind not in ("hand-written", "inlined"):
+            continue
+        if site.spec is None:
+            yield NotRun("NS106", site.reason, site.name)
+            continue
+        named = promised(site.type_name, site.spec)
+        deviations = [] if named is None else list(_deviations(site.spec, named[1]))
+        deviations += _always(site)
+        if deviations:
+            seen = subject.measured["named_norm"].get(site.name)
+            yield _finding(site, deviations, None if named is None else named[0], seen)
+
+
+def _deviations(spec: NormSpec, named: NormSpec) -> Iterator[str]:
+    if spec.stats != named.stats:
+        yield f"its statistics run over the samples ({spec.stats})"
+    if spec.center != named.center:
+        yield "it subtracts the mean" if spec.center else "it does not subtract the mean"
+    elif not spec.center and spec.scale == "std":
+        yield "it divides by the standard deviation, about a mean that it does not subtract"
+    if spec.scale == "std" and spec.correction:
+        yield f"its variance is unbiased, over n - {spec.correction:g}"
+    if spec.eps_at in PLACES:
+        yield PLACES[spec.eps_at].format(eps=eps_text(spec.eps))
+
+
+def _always(site: Site) -> Iterator[str]:
+    """What no name excuses."""
+    spec = site.spec
+    assert spec is not None
+    held = next((v for n in EPS_NAMES if isinstance(v := getattr(site.module, n, None), float)), None)
+    if held and not _has_eps(spec, held):
+        yield f"its eps is lost: it holds {eps_text(held)} and computes as with {eps_text(spec.eps)}"
+    half = next((call.dtype for call in site.calls if call.dtype in HALF), None)
+    if half is not None and spec.cast.compute in (*HALF, "input"):
+        yield f"its statistics are computed in {half}"
+    if _bad_gradient(site):
+        yield "the gradient of a constant set is not a number"
+
+
+def _has_eps(spec: NormSpec, held: float) -> bool:
+    """Whether the function has that constant, whatever way it writes it: squared, or times the size of a set."""
+    if spec.eps is None or spec.scale == "l2":
+        return True
+    wanted = (held, held * held, sqrt(held))
+    return any(isclose(spec.eps, value, rel_tol=0.5) for value in wanted)
+
+
+def _bad_gradient(site: Site) -> bool:
+    found = site.identified.evidence if site.identified is not None else ()
+    return any(
+        name.startswith("gradient not finite at") and value != 0
+        for evidence in found
+        for name, value in evidence.numbers.items()
+    )
+
+
+def _finding(site: Site, deviations: list[str], words: str | None, seen: Beside | None) -> Finding:
+    name = site.type_name.rpartition(".")[2]
+    said = "; ".join(deviations)
+    message = (
+        f"{name} at {label(site)} is no {words} as its name says: {said}."
+        if words is not None
+        else f"{name} at {label(site)}: {said}."
+    )
+    evidence: dict[str, object] = {"deviations": deviations, "spec": str(site.spec)}
+    severity = "info"
+    if seen is not None:
+        if words is not None:
+            where = f" (at {seen.where})" if seen.where else ""
+            message += (
+                f" On your data its normalized output differs from that of {words} by up to {number(seen.difference)} "
+                f"standard deviations{where}."
+            )
+            evidence |= {"difference": seen.difference, "typical": seen.typical, "where": seen.where}
+        evidence |= {"sets": seen.sets, "set_size": seen.set_size, "constant_sets": seen.constant}
+        severity = "warning" if seen.difference >= MATTERS else "info"
+        if seen.broken or (seen.constant and _bad_gradient(site)):
+            severity = "error"
+            message += f" It happens here: {plural(seen.constant, 'set')} of one call without spread."
+    return Finding(
+        "NS106",
+        site.name,
+        message,
+        severity,
+        evidence,
+        fix="Use the layer of torch.nn or normscope.nn, with weights converted as normscope.compare(old, new) says; or "
+        "name the class after what it computes. Take the root of variance plus eps.",
+    )

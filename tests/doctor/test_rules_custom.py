@@ -1,0 +1,363 @@
+"""Norms written by hand: identified, seen by every rule, and told where they are not what their name says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import normscope
+from normscope.doctor.report import Finding, Report, SiteRow
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Affine(nn.Module):
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+
+class LayerNorm2d(Affine):
+    """As timm and ConvNeXt write it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        return self.weight[:, None, None] * ((x - u) / torch.sqrt(s + self.eps)) + self.bias[:, None, None]
+
+
+class LlamaRMSNorm(Affine):
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x.to(dtype)
+
+
+class RightLayerNorm(Affine):
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        return (x - mean) / (
+            x.var(-1, keepdim=True, unbiased=False) + self.eps
+        ).sqrt() * self.weight + self.bias
+
+
+class TextbookLayerNorm(Affine):
+    """Unbiased, eps outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.bias
+
+
+class UncenteredLayerNorm(Affine):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) + self.bias
+
+
+class CenteringRMSNorm(Affine):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class ForgetfulLayerNorm(Affine):
+    """Its eps is not used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - x.mean(-1, keepdim=True)
+        return self.weight * y / y.pow(2).mean(-1, keepdim=True).sqrt() + self.bias
+
+
+class RootOfZeroLayerNorm(Affine):
+    """The root of a variance is differentiated before eps is added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - x.mean(-1, keepdim=True)
+        return self.weight * y / (y.pow(2).mean(-1, keepdim=True).sqrt() + self.eps) + self.bias
+
+
+class BatchLayerNorm(Affine):
+    """Named after layer norm, over the samples too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - x.mean((0, 1), keepdim=True)
+        return self.weight * y / (y.pow(2).mean((0, 1), keepdim=True) + self.eps).sqrt() + self.bias
+
+
+class Norm(TextbookLayerNorm):
+    """A name that promises nothing."""
+
+
+class GammaNorm(nn.Module):
+    """Its weight and buffers are named and shaped as nobody expects; right for a batch norm, momentum 0.2."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, size).reshape(1, size, 1, 1))
+        self.beta = nn.Parameter(torch.zeros(1, size, 1, 1))
+        self.register_buffer("level", torch.zeros(1, size, 1, 1))
+        self.register_buffer("spread", torch.ones(1, size, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.level, self.spread
+        if self.training:
+            mean = x.mean((0, 2, 3), keepdim=True)
+            variance = (x - mean).pow(2).mean((0, 2, 3), keepdim=True)
+            with torch.no_grad():
+                self.level.lerp_(mean, 0.2)
+                self.spread.lerp_(variance, 0.2)
+        return (x - mean) / torch.sqrt(variance + 1e-5) * self.gamma + self.beta
+
+
+class AbsoluteGamma(Affine):
+    """|gamma| + eps as its weight: outside of the family."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - x.mean(-1, keepdim=True)
+        y = y / torch.sqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return y * (self.weight.abs() + self.eps) + self.bias
+
+
+class Inlined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.before(x))
+        return self.after((x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6))
+
+
+def between(norm: nn.Module, size: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(size, size), norm, nn.Linear(size, 4))
+
+
+def check(model: nn.Module, x: Tensor, *codes: str, **options: Any) -> Report:
+    report = normscope.check(model, x, select=codes or None, **options)
+    assert not [n for n in report.not_run if "internal error" in n.reason], report.not_run
+    return report
+
+
+def deviation(norm: nn.Module, x: Tensor) -> Finding:
+    (found,) = check(between(norm, x.shape[-1]), x, "NS106").findings
+    assert (found.code, found.site) == ("NS106", "1")
+    return found
+
+
+def row(report: Report, name: str) -> SiteRow:
+    return next(site for site in report.sites if site.name == name)
+
+
+# Identified -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("norm", "said"),
+    [
+        (
+            RightLayerNorm(8),
+            "... d -> ...; centered; std, biased; eps 1e-06 inside the root; weight d; bias d",
+        ),
+        (
+            TextbookLayerNorm(8),
+            "... d -> ...; centered; std, unbiased; eps 1e-06 outside the root; weight d; bias d",
+        ),
+        (LlamaRMSNorm(8), "... d -> ...; not centered; rms; eps 1e-06 inside the root; weight d; no bias"),
+    ],
+)
+def test_a_hand_written_norm_has_a_specification(norm: nn.Module, said: str) -> None:
+    report = check(between(norm), torch.randn(6, 5, 8))
+    site = row(report, "1")
+    assert (site.kind, site.reason) == ("hand-written", "")
+    assert str(site.spec).startswith(said)
+    assert (site.mode_train, site.mode_eval) == ("input", "input")
+
+
+def test_a_hand_written_batch_norm_is_one_for_every_rule() -> None:
+    """Its weight, statistics and modes are found under names of its own, and the rules on them apply."""
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), GammaNorm(6), nn.ReLU())
+    with torch.no_grad():
+        model[1].gamma[0, 2] = 0.0
+        model[1].spread[0, 4] = float("nan")
+    report = check(model, torch.randn(8, 3, 12, 12), "NS201", "NS301", "NS302", "NS501")
+    site = row(report, "1")
+    assert site.spec is not None
+    assert site.spec.running == normscope.Running(momentum=0.2, correction=0)
+    assert (site.spec.stats, site.mode_train, site.mode_eval) == ("b c ... -> c", "batch", "running")
+    found = {f.code: f for f in report.findings}
+    assert set(found) == {"NS201", "NS301", "NS501"}
+    assert found["NS301"].site == "1"
+    assert found["NS501"].site == "1"
+
+
+def test_two_modules_of_one_class_are_told_apart_by_what_they_compute() -> None:
+    class Switched(RightLayerNorm):
+        def __init__(self, size: int, power: list[float]) -> None:
+            super().__init__(size)
+            self.power = power  # a list is no plain setting, so only behaviour can tell
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x - x.mean(-1, keepdim=True)
+            v = y.pow(2).mean(-1, keepdim=True)
+            return y / (v + self.eps).pow(self.power[0]) if self.power[0] == 0.5 else y / (v.sqrt() + 0.5)
+
+    model = nn.Sequential(
+        nn.Linear(8, 8), Switched(8, [0.5]), nn.Linear(8, 8), Switched(8, [1.0]), nn.Linear(8, 8)
+    )
+    report = check(model, torch.randn(6, 8))
+    places = [site.spec.eps_at for site in report.sites if site.spec is not None]
+    assert places == ["variance", "std"]
+
+
+def test_what_is_outside_of_the_family_keeps_its_reason() -> None:
+    site = row(check(between(AbsoluteGamma(8)), torch.randn(6, 8)), "1")
+    assert site.spec is None
+    assert site.reason.startswith("hand-written; not identified: ")
+    assert "weight" in site.reason
+
+
+def test_an_inlined_norm_stays_inlined_and_says_so() -> None:
+    report = check(Inlined(), torch.randn(6, 8))
+    (site,) = report.sites
+    assert (site.kind, site.name, site.spec) == ("inlined", "hand-written", None)
+    assert site.reason == (
+        "written inside a larger forward, on inputs of shape (6, 8); only a norm that is a module of its own is "
+        "identified"
+    )
+
+
+def test_without_inputs_it_says_that_they_are_needed() -> None:
+    class Tracked(GammaNorm):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            self.register_buffer("running_mean", torch.zeros(size))
+            self.register_buffer("running_var", torch.ones(size))
+
+    report = normscope.check(nn.Sequential(Tracked(4)))
+    assert row(report, "0").reason == "hand-written; it is identified where inputs are given"
+
+
+def test_the_model_and_the_random_numbers_are_left_as_they_were() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), GammaNorm(6), LayerNorm2d(6), nn.Dropout(0.5))
+    before = copy.deepcopy(model.state_dict())
+    attributes = {k: dict(vars(m)) for k, m in model.named_modules()}
+    state = torch.get_rng_state()
+    check(model, torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for name, module in model.named_modules():
+        assert list(vars(module)) == list(attributes[name])
+        assert module.training
+
+
+# NS106 ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [RightLayerNorm(8), LlamaRMSNorm(8), nn.LayerNorm(8)])
+def test_ns106_silent_where_the_name_is_right(norm: nn.Module) -> None:
+    assert check(between(norm), 3 * torch.randn(6, 5, 8) + 1, "NS106").findings == ()
+
+
+def test_ns106_silent_on_a_channels_first_layer_norm_and_a_batch_norm() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), LayerNorm2d(6), nn.Conv2d(6, 6, 3), GammaNorm(6))
+    report = check(model, torch.randn(8, 3, 12, 12), "NS106")
+    assert report.findings == ()
+    assert report.passed == ("NS106",)
+
+
+def test_ns106_silent_where_the_name_promises_nothing() -> None:
+    assert check(between(Norm(8)), torch.randn(6, 8), "NS106").findings == ()
+
+
+def test_ns106_unbiased_variance_and_eps_outside() -> None:
+    x = torch.randn(6, 8)
+    found = deviation(TextbookLayerNorm(8), x)
+    assert found.severity == "warning"
+    assert found.evidence["deviations"] == [
+        "its variance is unbiased, over n - 1",
+        "eps 1e-06 stands outside the root, sqrt(v) + eps",
+    ]
+    assert found.message.startswith(
+        "TextbookLayerNorm at 1 is no layer norm as its name says: its variance is unbiased, over n - 1; eps 1e-06 "
+        "stands outside the root, sqrt(v) + eps. On your data its normalized output differs from that of layer norm "
+        "by up to "
+    )
+    # sets are large beside eps, so the whole difference is the factor sqrt(7 / 8) on the largest normalized element
+    factor = 1 - (7 / 8) ** 0.5
+    assert factor < found.evidence["difference"] <= factor * 7**0.5
+
+
+def test_ns106_is_for_information_where_the_data_hardly_shows_it() -> None:
+    """Over 768 features the two variances differ by 0.07 %."""
+    found = deviation(TextbookLayerNorm(768), torch.randn(4, 768))
+    assert found.severity == "info"
+    assert 1e-4 < found.evidence["difference"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("norm", "said"),
+    [
+        (UncenteredLayerNorm(8), "it does not subtract the mean"),
+        (CenteringRMSNorm(8), "it subtracts the mean"),
+        (BatchLayerNorm(8), "its statistics run over the samples (b ... c -> c)"),
+    ],
+)
+def test_ns106_another_norm_than_the_name_says(norm: nn.Module, said: str) -> None:
+    found = deviation(norm, torch.randn(6, 5, 8) + 2)
+    assert found.severity == "warning"
+    assert found.evidence["deviations"] == [said]
+    assert found.evidence["difference"] > 0.1
+
+
+def test_ns106_an_eps_that_is_lost() -> None:
+    found = deviation(ForgetfulLayerNorm(8), torch.randn(6, 8))
+    assert "its eps is lost: it holds 1e-06 and computes as with 0" in found.evidence["deviations"]
+    assert found.severity == "info"
+
+
+class WithConstantSet(nn.Module):
+    """Its norm sees one sample without spread."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.head = norm, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("norm", [ForgetfulLayerNorm(8), RootOfZeroLayerNorm(8)])
+def test_ns106_an_error_where_a_constant_set_occurs(norm: nn.Module) -> None:
+    x = torch.randn(6, 8)
+    x[2] = 1.0
+    (found,) = check(WithConstantSet(norm), x, "NS106").findings
+    assert found.severity == "error"
+    assert "the gradient of a constant set is not a number" in found.evidence["deviations"]
+    assert found.message.endswith("It happens here: 1 set of one call without spread.")
+    assert found.evidence["constant_sets"] == 1
+
+
+def test_ns106_a_bad_gradient_is_for_information_where_no_set_is_constant() -> None:
+    found = deviation(RootOfZeroLayerNorm(8), torch.randn(6, 8))
+    assert found.severity == "info"
+
+
+def test_ns106_statistics_in_half_precision() -> None:
+    model = between(RightLayerNorm(8)).to(torch.bfloat16)
+    (found,) = check(model, torch.randn(6, 8).to(torch.bfloat16), "NS106").findings
+    assert found.evidence["deviations"] == ["its statistics are computed in bfloat16"]
+    assert (
+        check(
+            between(LlamaRMSNorm(8)).to(torch.bfloat16), torch.randn(6, 8).to(torch.bfloat16), "NS106"
+        ).findings
+        == ()
+    )
