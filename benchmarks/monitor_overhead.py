@@ -1,9 +1,9 @@
-"""What a monitor costs: training steps with and without one, alternating in one process.
+"""What a monitor costs: training steps of one model with and without it, alternating in one process.
 
     python benchmarks/monitor_overhead.py [--seconds 60] [--every 100] [--json FILE]
 
-Three monitored contenders, each with its own copy of the model: steps between two looks, steps with a look, steps with
-a look that also computes in float64 (one look in ten). The overhead is that of a whole cycle, of ratios of medians:
+In turn: a step without a monitor, one between two looks, one with a look, one with a look that also computes in
+float64 (one look in ten). The overhead is that of a whole cycle, of medians:
 
     (between + (0.9 look + 0.1 costly - between) / every) / plain - 1
 
@@ -13,8 +13,8 @@ Times are of the processor, which other programs on the machine disturb least.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +24,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from normscope import Monitor
-from normscope.bench import alternate
+from normscope.bench.timing import rotated
 
 LIMIT = 0.03
+STEPS, FEWEST = 3, 5
+"""timed steps in a turn / rounds at least"""
 
 
 class Block(nn.Module):
@@ -40,7 +42,9 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(out)
         self.shortcut = nn.Identity()
         if stride > 1 or channels != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -65,8 +69,8 @@ def transformer() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet-18-like, 16 x 3 x 32 x 32": (resnet18, (16, 3, 32, 32)),
-    "transformer, 16 x 64 tokens": (transformer, (16, 64, 64)),
+    "resnet-18-like, 8 x 3 x 32 x 32": (resnet18, (8, 3, 32, 32)),
+    "transformer, 8 x 64 tokens": (transformer, (8, 64, 64)),
 }
 
 
@@ -99,38 +103,43 @@ def main() -> None:
     raise SystemExit(f"more than {LIMIT:.0%}: {worst:.2%}" if worst > LIMIT else 0)
 
 
-def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float, every: int) -> dict[str, float]:
+def measure(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float, every: int
+) -> dict[str, float]:
     torch.manual_seed(0)
     model, x = build(), torch.randn(shape)
-    never = 2**31
-    contenders, monitors = {}, []
-    for name, kind, steps in (
-        ("plain", None, 0), ("between", Monitor, never), ("look", Cheap, 1), ("costly", Costly, 1)
-    ):  # fmt: skip
-        own = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(own.parameters(), lr=1e-3, momentum=0.9)
-        contenders[name] = step_of(own, optimizer, x)
-        if kind is not None:
-            monitors.append(kind(own, optimizer, steps).start())
-            contenders[name]()  # the first look of each
-    source, target = torch.randn(4_000_000), torch.empty(4_000_000)
-    contenders["copy"] = lambda: target.copy_(source)
-    timing = alternate(contenders, seconds=seconds, clock=time.process_time)
-    for monitor in monitors:
-        monitor.stop()
-    times = {name: timing.seconds[name] for name in ("plain", "between", "look", "costly")}
-    look = 0.9 * times["look"] + 0.1 * times["costly"]
-    overhead = (times["between"] + (look - times["between"]) / every) / times["plain"] - 1
-    return {**times, "overhead": overhead, "rounds": timing.kept}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
-
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Callable[[], object]:
-    def step() -> None:
+    def step() -> float:
+        begin = time.process_time()
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
+        return time.process_time() - begin
 
-    return step
+    never = 2**31
+    contenders: dict[str, Callable[[], Monitor | None]] = {
+        "plain": lambda: None,
+        "between": lambda: Monitor(model, optimizer, never),
+        "look": lambda: Cheap(model, optimizer, 1),
+        "costly": lambda: Costly(model, optimizer, 1),
+    }
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    begin, rounds = time.monotonic(), 0
+    while time.monotonic() - begin < seconds or rounds < FEWEST:
+        for name in rotated(list(contenders), rounds):
+            monitor = contenders[name]()
+            if monitor is not None:
+                monitor.start()
+            step()  # the first of a monitor has a look, and no step finds the caches of another contender
+            times[name] += [step() for _ in range(STEPS)]
+            if monitor is not None:
+                monitor.stop()
+        rounds += 1
+    found = {name: statistics.median(values) for name, values in times.items()}
+    look = 0.9 * found["look"] + 0.1 * found["costly"]
+    overhead = (found["between"] + (look - found["between"]) / every) / found["plain"] - 1
+    return {**found, "overhead": overhead, "rounds": rounds}
 
 
 if __name__ == "__main__":

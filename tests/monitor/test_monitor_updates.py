@@ -21,7 +21,9 @@ UPDATES = ["NS310", "NS315"]
 
 
 class Net(nn.Module):
-    def __init__(self, *, reentrant: bool | None = None, norm: type[nn.Module] = nn.BatchNorm2d, **options) -> None:
+    def __init__(
+        self, *, reentrant: bool | None = None, norm: type[nn.Module] = nn.BatchNorm2d, **options
+    ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 6, 3)
         self.block = nn.Sequential(nn.Conv2d(6, 6, 3), norm(6, **options), nn.ReLU())
@@ -174,7 +176,7 @@ class TestRecomputation:
             train(model, optimizer)
         fix = next(f.fix for f in monitor.findings if f.code == "NS310")
         assert fix == "keep the norm outside of the checkpointed part, or set momentum to 0.0513"
-        assert (1 - 0.0513) ** 2 == pytest.approx(0.9, abs=1e-4)
+        assert pytest.approx(0.9, abs=1e-4) == (1 - 0.0513) ** 2
 
     def test_without_the_optimizer_it_cannot_be_decided(self) -> None:
         model = Net(reentrant=False)
@@ -230,7 +232,6 @@ class TestAccumulation:
                     optimizer.step()
         assert told(monitor) == []
         assert monitor.looks["block.1"].dtype == "bfloat16"
-
 
     def test_one_batch_passed_twice(self) -> None:
         model = Net()

@@ -90,7 +90,9 @@ class Monitor:
     ) -> None:
         self._model = arguments.module(nn.ModuleDict(model) if isinstance(model, Mapping) else model)
         self._optimizers = _optimizers(optimizer)
-        arguments.settings(None, None, on_finding, frozen_policy)
+        arguments.settings(None, None, None, frozen_policy)
+        if on_finding is not None and not callable(on_finding):
+            raise BadInput(f"on_finding must be callable, got {type(on_finding).__name__}")
         self.every = arguments.whole_number("every", every, 1, 2**31)
         chosen(select, ignore)  # refuses what is no code
         self._select, self._ignore = select, ignore
