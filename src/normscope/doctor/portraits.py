@@ -131,12 +131,12 @@ def _sensitivity(s: Sensitivity) -> dict[str, Any]:
 
 
 def _spectrum(s: Spectrum) -> dict[str, Any]:
-    names = ("mode", "set", "set_size", "elements", "denominator")
-    told = {name: getattr(s, name) for name in names}
-    levels = groupby(zip(short(s.values.tolist()), s.kinds, strict=True))
-    return told | {
-        "levels": [{"value": v, "times": len(list(times)), "kind": kind} for (v, kind), times in levels]
-    }
+    levels = groupby((short(level.value), level.kind, level.times) for level in s.levels)
+    told = [
+        {"value": value, "times": times * len(list(alike)), "kind": kind}
+        for (value, kind, times), alike in levels
+    ]
+    return {"mode": s.mode, "set": s.set, "size": s.size, "denominator": s.denominator, "levels": told}
 
 
 TOLD: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (

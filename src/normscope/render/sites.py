@@ -87,6 +87,11 @@ def _print_lines(lines: Iterable[tuple[str, str]], console: Console) -> None:
             console.print(Text(f"\n{' ' * INDENT}".join([first + body[0], *body[1:]])), soft_wrap=True)
 
 
+def described(row: SiteRow) -> dict[str, str]:
+    """What a site computes, by the words of WHAT; for one that was not identified, the reason alone."""
+    return {word: text for word, text in zip(WHAT, _what(row), strict=True) if text}
+
+
 def _name(row: SiteRow) -> str:
     return " = ".join(label(name) for name in (row.name, *row.aliases))
 

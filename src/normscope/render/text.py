@@ -47,7 +47,7 @@ def print_report(report: Report, console: Console, *, hint: str = "") -> None:
         _print_group(group, console)
     console.print()
     _label(console, "passed", f"{counted(len(report.passed), 'rule')}: {' '.join(report.passed) or 'none'}")
-    for reason, codes in _reasons(report).items():
+    for reason, codes in reasons(report).items():
         _label(console, "not run", f"{codes}: {reason}")
     if hint and any("pass " in entry.reason for entry in report.not_run):
         _label(console, "", hint)
@@ -108,7 +108,7 @@ def _label(console: Console, word: str, text: str) -> None:
     console.print(grid)
 
 
-def _reasons(report: Report) -> dict[str, str]:
+def reasons(report: Report) -> dict[str, str]:
     """reason -> the rules (and sites) it holds for."""
     where: dict[str, dict[str, list[str]]] = {}
     for entry in report.not_run:

@@ -1,10 +1,18 @@
-"""The singular values of a normalization's Jacobian at one statistic set of the user's data.
+"""The singular values of a normalization's Jacobian at one statistic set of the user's data, without gain and bias.
 
-Of the site's sets the one with the middle denominator is taken, and of its elements at most ``ELEMENTS``, by the
-check's seed, which are normalized as a set of their own, without gain and bias. A set of n elements has n singular
-values: with centering one is 0, the direction of a common shift; that of the deviations themselves, a change of
-scale, keeps eps / s^3 of itself where eps stands under the root; all others are 1 / s. Stored statistics take away
-nothing: all are 1 / s.
+Of the site's sets the one with the middle denominator is taken. y = (x - m) / s(v) has, on a set of n elements, a
+symmetric Jacobian with
+
+=====================================  ==========================  ======
+direction                              singular value              times
+=====================================  ==========================  ======
+common shift, where it is centered     0                           1
+change of scale, along the deviations  (1 - 2 v s'(v) / s) / s     1
+every other                            1 / s                       the rest
+=====================================  ==========================  ======
+
+Under sqrt(v + eps) the second is eps / s^3, and 0 without eps. Stored statistics take nothing away: each channel has
+its 1 / s.
 """
 
 from __future__ import annotations
@@ -14,40 +22,44 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from normscope import reference
 from normscope.doctor.probes import Probe
-from normscope.doctor.probes.precision import rows_spec
 from normscope.doctor.sets import denominators, sets_of, working_eps
+from normscope.reference.moments import denominator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from normscope.doctor.site import Event
     from normscope.doctor.subject import Subject
+    from normscope.spec import NormSpec
 
     Array = NDArray[np.float64]
 
-ELEMENTS = 64
-REMOVED = 1e-9
-"""of the largest singular value: less is rounding"""
+CHANNELS = 64
+"""told of stored statistics, evenly over their order"""
+REMOVED = 1e-12
+"""of 1 / s: less is the rounding of the formula"""
+
+
+@dataclass(frozen=True)
+class Level:
+    value: float
+    times: int
+    kind: str
+    """``kept``; ``suppressed``, the direction of scale; ``removed``"""
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Singular values of one set's Jacobian, the largest first."""
+    """Singular values, the largest first."""
 
     mode: str
     set: str
-    """which one; "" where stored statistics normalize"""
-    set_size: int
-    """elements of the whole set"""
-    elements: int
-    """elements that were taken"""
+    """which set; "" where stored statistics normalize, or there is only one"""
+    size: int
+    """elements of the set; channels where stored statistics normalize"""
     denominator: float
-    """of the elements taken"""
-    values: Array
-    kinds: tuple[str, ...]
-    """of each value: ``kept``, ``suppressed`` (the direction of scale), ``removed``"""
+    levels: tuple[Level, ...]
 
 
 class SpectrumProbe(Probe):
@@ -58,7 +70,6 @@ class SpectrumProbe(Probe):
     rides = True
 
     def start(self, subject: Subject) -> str | None:
-        self.random = np.random.default_rng(subject.seed)
         self.found: dict[str, Spectrum] = {}
         return None
 
@@ -67,52 +78,47 @@ class SpectrumProbe(Probe):
         live = event.mode in ("batch", "input")
         if event.index or (before is not None and not (live and before.mode != event.mode)):
             return
-        seen = self._live(event) if live else _stored(event)
+        seen = _live(event) if live else _stored(event)
         if seen is not None:
             self.found[event.site.name] = seen
-
-    def _live(self, event: Event) -> Spectrum | None:
-        sets = sets_of(event)
-        if isinstance(sets, str) or sets.size < 2:
-            return None
-        varying = np.flatnonzero(sets.finite & ~sets.dead)
-        if not len(varying):
-            return None
-        middle = varying[np.argsort(sets.denominator[varying], kind="stable")[len(varying) // 2]]
-        row = sets.take(sets.x, np.array([middle]))[0]
-        if len(row) > ELEMENTS:
-            row = row[np.sort(self.random.choice(len(row), ELEMENTS, replace=False))]
-        spec = rows_spec(event.spec, sets.eps, stored=False)
-        jacobian = reference.jacobian(row[None], spec)[0, :, 0, :]
-        if not np.isfinite(jacobian).all() or row.min() == row.max():
-            return None
-        _, values, directions = np.linalg.svd(jacobian)
-        deviations = row - row.mean() if event.spec.center else row
-        scale = (directions @ (deviations / np.linalg.norm(deviations))) ** 2
-        removed = values <= REMOVED * values[0]
-        kinds = np.where(
-            removed, "removed", np.where((scale > 0.5) & (values < 0.5 * values[0]), "suppressed", "kept")
-        )
-        square = float(np.mean(deviations**2)) * (len(row) if event.spec.scale == "l2" else 1)
-        if event.spec.scale == "std":
-            square *= len(row) / (len(row) - event.spec.correction)
-        s = float(denominators(np.array([square]), event.spec, sets.eps)[0])
-        return Spectrum(
-            event.mode,
-            sets.label(int(middle)),
-            sets.size,
-            len(row),
-            s,
-            np.where(removed, 0.0, values),
-            tuple(kinds.tolist()),
-        )
 
     def finish(self, subject: Subject) -> dict[str, Spectrum]:
         return self.found
 
 
+def _live(event: Event) -> Spectrum | None:
+    sets = sets_of(event)
+    if isinstance(sets, str) or sets.size < 2:
+        return None
+    with np.errstate(all="ignore"):
+        under_root, s = sets.under_root, sets.denominator
+    varying = np.flatnonzero(sets.finite & ~sets.dead & np.isfinite(s) & (s > 0))
+    if not len(varying):
+        return None
+    middle = int(varying[np.argsort(s[varying], kind="stable")[len(varying) // 2]])
+    levels = of_set(event.spec, float(under_root[middle]), sets.eps, sets.size)
+    return Spectrum(event.mode, sets.label(middle), sets.size, float(s[middle]), levels)
+
+
+def of_set(spec: NormSpec, v: float, eps: float, size: int) -> tuple[Level, ...]:
+    """The levels of a set of ``size`` elements with ``v`` under the root.
+
+    >>> from normscope.spec import families
+    >>> [(level.kind, level.times) for level in of_set(families.layer_norm(), 4.0, 1e-5, 8)]
+    [('kept', 6), ('suppressed', 1), ('removed', 1)]
+    """
+    s, slope = (float(part) for part in denominator(np.float64(v), eps, spec.eps_at))
+    scale = max(0.0, 1 - 2 * v * slope / s)
+    centered = int(spec.center)
+    rest = size - 1 - centered
+    levels = [Level(1 / s, rest, "kept")] if rest else []
+    if scale > REMOVED:
+        levels.append(Level(scale / s, 1, "suppressed"))
+    gone = centered + int(scale <= REMOVED)
+    return (*levels, Level(0.0, gone, "removed")) if gone else tuple(levels)
+
+
 def _stored(event: Event) -> Spectrum | None:
-    """One value for each stored variance: every channel keeps all directions, at 1 / s."""
     stored = event.tensors.get("running_var")
     if stored is None or event.spec.scale not in ("std", "rms", "l2"):
         return None
@@ -121,5 +127,7 @@ def _stored(event: Event) -> Spectrum | None:
     s = np.sort(s[np.isfinite(s) & (s > 0)])
     if not len(s):
         return None
-    some = s[np.linspace(0, len(s) - 1, min(len(s), ELEMENTS)).astype(int)]
-    return Spectrum(event.mode, "", 0, len(some), float(np.median(s)), 1 / some, ("kept",) * len(some))
+    some = s[np.linspace(0, len(s) - 1, min(len(s), CHANNELS)).astype(int)]
+    return Spectrum(
+        event.mode, "", len(s), float(np.median(s)), tuple(Level(float(1 / v), 1, "kept") for v in some)
+    )
