@@ -141,7 +141,7 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) 
     error = _verified(f, {shape, example}, spec, weight, bias_value, near)
     _constant_input(f, shape, spec)
     _say_hidden(f, shape, example)
-    if f.roundoff > stated and f.roundoff > f.box.roundoff:
+    if stated > f.box.roundoff:
         f.notes.append("part of its arithmetic is float32: it errs by some 1e-7, and was judged by that")
     return Identification(
         spec=spec,

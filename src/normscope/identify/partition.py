@@ -121,13 +121,10 @@ def _moved_by(f: Prober, base: Pair, place: tuple[int, ...]) -> Mask:
 
 def _product(shape: tuple[int, ...], moved: dict[tuple[int, ...], Mask], live: Mask) -> Partition | None:
     """The factors, where every place tells the same ones and they explain exactly what moved."""
-    dims: list[tuple[Factor, ...]] = []
-    for dim, size in enumerate(shape):
-        seen = {_factors_at(mask, live, place, dim, size) for place, mask in moved.items()}
-        if len(seen) != 1 or None in seen:
-            return None
-        dims.append(seen.pop() or ())
-    found = Partition(shape, tuple(dims))
+    dims = [_factors(moved, live, dim, size) for dim, size in enumerate(shape)]
+    if None in dims:
+        return None
+    found = Partition(shape, tuple(factors for factors in dims if factors is not None))
     return found if _explains(found, moved, live) else None
 
 
@@ -136,21 +133,25 @@ def _explains(found: Partition, moved: dict[tuple[int, ...], Mask], live: Mask) 
     return all(((labels == labels[place]) & live == mask & live).all() for place, mask in moved.items())
 
 
-def _factors_at(
-    mask: Mask, live: Mask, place: tuple[int, ...], dim: int, size: int
+def _factors(
+    moved: dict[tuple[int, ...], Mask], live: Mask, dim: int, size: int
 ) -> tuple[Factor, ...] | None:
-    """The factors of one axis, as the set of ``place`` shows them."""
+    """The factors of one axis that fit what every place shows."""
+    readings = [_readings(mask, live, place, dim, size) for place, mask in moved.items()]
+    return next((factors for factors in readings[0] if all(factors in other for other in readings[1:])), None)
+
+
+def _readings(
+    mask: Mask, live: Mask, place: tuple[int, ...], dim: int, size: int
+) -> list[tuple[Factor, ...]]:
+    """Factors of one axis that the set of ``place`` may stand for."""
     others = tuple(d for d in range(mask.ndim) if d != dim)
     along: Mask = np.asarray(mask.any(axis=others))
-    # a position where everything that could have moved is dead says nothing: try it both ways
-    set_elsewhere = mask.any(axis=dim, keepdims=True)
-    silent = ~(live & set_elsewhere).any(axis=others)
     along[place[dim]] = True
-    for guess in (along, along | silent):
-        factors = factors_of(np.asarray(guess), size)
-        if factors is not None:
-            return factors
-    return None
+    # a position where everything that could have moved is dead says nothing: it may be in or out
+    silent = ~(live & mask.any(axis=dim, keepdims=True)).any(axis=others)
+    found = [factors_of(np.asarray(guess), size) for guess in (along, along | silent)]
+    return [factors for factors in found if factors is not None]
 
 
 def factors_of(along: Mask, size: int) -> tuple[Factor, ...] | None:
@@ -190,10 +191,7 @@ def factors_of(along: Mask, size: int) -> tuple[Factor, ...] | None:
 def _ragged(f: Prober, base: Pair, moved: dict[tuple[int, ...], Mask], live: Mask) -> Partition | None:
     """Sets that differ along one axis only, and are runs of neighbours there: walk along it from run to run."""
     shape = base.x.shape
-    whole: list[tuple[Factor, ...] | None] = []
-    for dim, size in enumerate(shape):
-        seen = {_factors_at(mask, live, place, dim, size) for place, mask in moved.items()}
-        whole.append(seen.pop() if len(seen) == 1 else None)
+    whole = [_factors(moved, live, dim, size) for dim, size in enumerate(shape)]
     open_dims = [dim for dim, factors in enumerate(whole) if factors is None]
     if len(open_dims) != 1:
         return None

@@ -25,24 +25,28 @@ USUAL = {
 MEANT = ("b", "c", "t", "o", "i")
 """names that mean the same everywhere: samples, channels, time, outputs and inputs of a weight"""
 
-LAST = "channels last"
 _RANK2, _RANK3 = (2, None), (3, None)
-# family, pattern, bounds of the rank that its specification has, where its parameters live
+# family, least number of axes at which it comes to mind, pattern, bounds of the rank in its specification, where its
+# parameters live
 _PLAIN = [
-    ("batch norm", "b c ... -> c", _RANK2, "c"),
-    *((f"layer norm over {k}", f"... {last_axes(k)} -> ...", None, last_axes(k)) for k in (1, 2, 3, 4)),
-    ("channels-first layer norm", "b c ... -> b ...", _RANK2, "c"),
-    ("instance norm", "b c ... -> b c", _RANK3, "c"),
-    ("group norm", "b (g c) ... -> b g", _RANK2, "(g c)"),
-    ("ghost batch norm", "(v b) c ... -> v c", None, "c"),
-    (f"batch norm, {LAST}", "b ... c -> c", _RANK2, "c"),
-    (f"instance norm, {LAST}", "b ... c -> b c", _RANK3, "c"),
-    (f"group norm, {LAST}", "b ... (g c) -> b g", _RANK2, "(g c)"),
+    ("batch norm", 2, "b c ... -> c", _RANK2, "c"),
+    ("instance norm", 4, "b c ... -> b c", _RANK3, "c"),
+    *(
+        (f"layer norm over {k}", k + (k > 1), f"... {last_axes(k)} -> ...", None, last_axes(k))
+        for k in (1, 2, 3, 4)
+    ),
+    ("channels-first layer norm", 3, "b c ... -> b ...", _RANK2, "c"),
+    ("instance norm", 3, "b c ... -> b c", _RANK3, "c"),
+    ("group norm", 2, "b (g c) ... -> b g", _RANK2, "(g c)"),
+    ("ghost batch norm", 2, "(v b) c ... -> v c", None, "c"),
+    ("batch norm, channels last", 3, "b ... c -> c", _RANK2, "c"),
+    ("instance norm, channels last", 3, "b ... c -> b c", _RANK3, "c"),
+    ("group norm, channels last", 3, "b ... (g c) -> b g", _RANK2, "(g c)"),
 ]
 _BY_LAYOUT = [
-    ("unbatched instance norm", "c ... -> c", _RANK2, "c"),
+    ("unbatched instance norm", 2, "c ... -> c", _RANK2, "c"),
     *(
-        (family, f"{left} ... -> {kept}", _RANK3, own)
+        (family, 3, f"{left} ... -> {kept}", _RANK3, own)
         for left in ("t b c", "b t c")
         for family, kept, own in (
             ("threshold-dependent batch norm", "c", "c"),
@@ -51,7 +55,7 @@ _BY_LAYOUT = [
             ("batch norm through time", "t c", "t c"),
         )
     ),
-    ("weight norm", "o i ... -> o", None, "o"),
+    ("weight norm", 2, "o i ... -> o", None, "o"),
 ]
 
 
@@ -99,15 +103,12 @@ def spellings(partition: Partition, layout: str | None, stays: dict[int, str]) -
     names = names_of(layout, partition.shape)
     wanted = _canonical(partition.labels)
     templates = _PLAIN + (_BY_LAYOUT if layout is not None else [])
-    for family, stats, ndim, own in templates:
+    for family, least, stats, ndim, own in templates:
         pattern = Pattern.parse(stats)
-        rank = len(names)
-        if rank < pattern.min_ndim or (ndim and rank < ndim[0]):
+        if len(names) < least:
             continue
         if layout is not None and not _agrees(pattern, names):
             continue
-        if rank < 3 and family.endswith(LAST):
-            continue  # with two axes, channels are last either way
         for sizes, remainder in _sizes(pattern, partition, stays):
             yield from _fitting(family, stats, ndim, own, sizes, remainder, partition, wanted)
     yield from _bare(partition, names, wanted)
@@ -178,8 +179,8 @@ def _sizes(
     else:
         return
     one_of_a_kind = blocks == 1 or size == 1
-    if one_of_a_kind and (virtual or pattern.left[-1] == group):
-        return  # plain batch norm; or said already with the channels first
+    if one_of_a_kind and (virtual or pattern.left[-1] == group or len(partition.shape) == 2):
+        return  # plain batch norm, said already with the channels first, or plain layer norm
     both = [{outer: blocks}, {inner: size}]
     by_size = stays.get(at) == "inner" or (virtual and stays.get(at) != "outer")
     told = at in stays or one_of_a_kind
