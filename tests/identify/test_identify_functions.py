@@ -69,7 +69,9 @@ def torch_cases(dtype: torch.dtype) -> dict[str, tuple[Function, tuple[int, ...]
         ),
         "channels first": (
             lambda x: (
-                c.view(-1, 1, 1) * centered(x, 1) / (centered(x, 1).pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
+                c.view(-1, 1, 1)
+                * centered(x, 1)
+                / (centered(x, 1).pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
             ),
             IMAGE,
             families.channels_first_layer_norm(bias=False),
@@ -145,10 +147,12 @@ def torch_cases(dtype: torch.dtype) -> dict[str, tuple[Function, tuple[int, ...]
             families.batch_norm(running=False, layout="b ... c"),
         ),
         "shuffled groups": (
-            lambda x: F.group_norm(x.view(4, 2, 3, D).transpose(1, 2).reshape(ROWS), 3)
-            .view(4, 3, 2, D)
-            .transpose(1, 2)
-            .reshape(ROWS),
+            lambda x: (
+                F.group_norm(x.view(4, 2, 3, D).transpose(1, 2).reshape(ROWS), 3)
+                .view(4, 3, 2, D)
+                .transpose(1, 2)
+                .reshape(ROWS)
+            ),
             ROWS,
             NormSpec("b (l0 l) d -> b l", sizes={"l0": 2}),
         ),

@@ -40,7 +40,9 @@ def members(draw: st.DrawFn) -> tuple[NormSpec, tuple[int, ...]]:
     stats = f"{' '.join(words)} -> {' '.join(name for name, _, kept in axes if kept)}"
     center = draw(st.booleans())
     scale = draw(st.sampled_from(["std", "rms", "l2"]))
-    eps = draw(st.just(0.0) | st.floats(-12, 0).map(lambda p: 10.0**p) | st.sampled_from([1e-5, 1e-6, 1e-12, 1e-3]))
+    eps = draw(
+        st.just(0.0) | st.floats(-12, 0).map(lambda p: 10.0**p) | st.sampled_from([1e-5, 1e-6, 1e-12, 1e-3])
+    )
     spec = NormSpec(
         stats,
         sizes={a[0]: a[1] for g in groups for a in g[:-1]},
@@ -57,7 +59,9 @@ def members(draw: st.DrawFn) -> tuple[NormSpec, tuple[int, ...]]:
 
 
 def places(words: list[str]) -> st.SearchStrategy[str]:
-    return st.lists(st.sampled_from(words), unique=True).map(lambda found: " ".join(w for w in words if w in found))
+    return st.lists(st.sampled_from(words), unique=True).map(
+        lambda found: " ".join(w for w in words if w in found)
+    )
 
 
 def parameters(spec: NormSpec, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -89,7 +93,9 @@ def found_again(spec: NormSpec, shape: tuple[int, ...], dtype: str) -> None:
         # sets of two elements all have one spread or none, and tell eps least well
         assert other.eps is not None
         assert math.isclose(other.eps, mine.eps or 0, rel_tol=2e4 * roundoff)
-    bare = [one.replace(weight=None, bias=None, gain=1.0, eps=0.0, eps_at="variance") for one in (mine, other)]
+    bare = [
+        one.replace(weight=None, bias=None, gain=1.0, eps=0.0, eps_at="variance") for one in (mine, other)
+    ]
     assert bare[0].same_function(bare[1], shape=shape), (str(spec), str(found.spec))
 
 

@@ -11,6 +11,11 @@ from normscope.identify.probing import Contradiction, Pair, Prober, direction
 from normscope.identify.result import FixedAffine
 from normscope.identify.spelling import names_of
 
+LINEAR = (
+    "it is a linear map that mixes elements: twice the input gives twice the output, while a normalization's output "
+    "stops growing"
+)
+
 
 def fixed_affine(
     f: Prober, pairs: list[Pair], partition: Partition, bias: Values, layout: str | None
@@ -60,7 +65,4 @@ def _mixes(f: Prober, pairs: list[Pair], partition: Partition) -> str:
         return (
             "it subtracts the mean of each set and divides by nothing: twice the input gives twice the output"
         )
-    return (
-        f"it is a linear map that mixes {partition.set_size} elements: twice the input gives twice the output, while a "
-        "normalization's output stops growing"
-    )
+    return LINEAR

@@ -15,7 +15,7 @@ from normscope.identify.affine import Values
 from normscope.identify.assembly import Assembly, better_bias
 from normscope.identify.box import ROUNDOFF, Array, Box, box_of, shape_of
 from normscope.identify.fit import Fit, fit
-from normscope.identify.fixed import fixed_affine
+from normscope.identify.fixed import LINEAR, fixed_affine
 from normscope.identify.partition import Partition, find_partition
 from normscope.identify.probing import Contradiction, Pair, Prober, direction, pair
 from normscope.identify.repeats import find_precision, global_generators_kept, require_repeatable
@@ -182,10 +182,7 @@ def _sets(f: Prober, pairs: list[Pair]) -> Partition:
         return find_partition(f, pairs)
     except Contradiction:
         if is_linear(scan(f, pairs, pairs[0].even)):
-            raise Contradiction(
-                "it is a linear map that mixes elements: twice the input gives twice the output, while a "
-                "normalization's output stops growing"
-            ) from None
+            raise Contradiction(LINEAR) from None
         raise
 
 
