@@ -165,6 +165,11 @@ class ModuleBox:
                 memo[id(tensor)] = nn.Parameter(value, requires_grad=False) if parameter else value
         return copy.deepcopy(self.module, memo)
 
+    def with_shape(self, shape: tuple[int, ...]) -> ModuleBox:
+        """The same with an example of another shape."""
+        args, kwargs = self.call.with_input(torch.zeros(shape, dtype=self.dtype))
+        return replace(self, call=replace(self.call, args=args, kwargs=kwargs))
+
     def in_mode(self, training: bool) -> ModuleBox:
         """The same after ``.train()`` or ``.eval()``, as the module itself defines them."""
         module = self.fork()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from normscope import reference
 from normscope.errors import ModelError
 from normscope.identify.cast_order import cast_order, rounded
 from normscope.identify.module_box import box_of_module
@@ -17,8 +18,32 @@ from normscope.identify.probing import direction
 from normscope.identify.result import Evidence
 from normscope.spec import Cast
 
+FLOAT32 = 1e-4
+"""of float32 arithmetic where eps and the spread are alike; another eps is off by a large part"""
 CAST = 1e-12
 """a cast to float32 on the way leaves 6e-8, float64 throughout 1e-15"""
+
+
+def machine_epsilon(module: nn.Module, whole: Whole, here: InMode, training: bool | None) -> Evidence | None:
+    """Whether an eps that is float64's machine epsilon is float32's on a float32 copy: then it follows the dtype.
+
+    None where it does not: then it is a number that happens to be 2^-52.
+    """
+    single = box_of_module(module, here.box.call, torch.float32)
+    single = (single if training is None else single.in_mode(training)).set(here.generic)
+    eps = 2.0**-23
+    x = float(np.sqrt(eps)) * direction(here.box.shape, 108)
+    tensors = {**here.own, **here.generic}
+    weight, bias = whole.values.read(tensors)
+    spec = whole.spec.replace(eps=eps)
+    expected = reference.forward(x, spec, weight, bias, running=whole.state(tensors), training=not here.fixed)
+    error = float(np.max(np.abs(single(x) - expected)) / np.max(np.abs(expected)))
+    if error > FLOAT32:
+        return None
+    numbers = {"error with 2^-23": error}
+    return Evidence(
+        "eps is the machine epsilon of the dtype", "a float32 copy at inputs of the size of eps", numbers
+    )
 
 
 def casts(

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from normscope.identify.gains import Gain, law_of_gain
-from normscope.identify.identification import identify_box
+from normscope.identify.identification import ROOM, identify_box
 from normscope.identify.module_box import Array, ModuleBox, as_array, tensors_of
-from normscope.identify.probing import direction
+from normscope.identify.probing import Prober, direction
 from normscope.identify.result import Evidence, Identification
+from normscope.identify.second_size import roomy
 from normscope.identify.tensor_roles import Role, generic_values, roles
 
 
@@ -78,6 +79,15 @@ def look(box: ModuleBox, training: bool, layout: str | None) -> InMode:
     )
     core = identify_box(neutral, box.shape, layout=layout)
     return InMode(box, training, found, laws, neutral, core, own, generic, moved)
+
+
+def with_room(box: ModuleBox) -> ModuleBox:
+    """The box with an example of ordinary size: longer along axes of one element, smaller where it is large.
+
+    Along an axis of one element nobody can tell what is averaged over.
+    """
+    shape = roomy(Prober(box, box.roundoff), box.shape, ROOM)
+    return box if shape == box.shape else box.with_shape(shape)
 
 
 def same_in_both(one: ModuleBox, other: ModuleBox) -> bool:

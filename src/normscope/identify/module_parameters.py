@@ -16,7 +16,7 @@ from normscope.identify.result import Identification
 from normscope.identify.spelling import spellings
 from normscope.identify.stored_statistics import Stored
 from normscope.identify.tensor_roles import Role
-from normscope.spec import BoundSpec, NormSpec
+from normscope.spec import BoundSpec, NormSpec, PatternError
 
 
 class NoAxes(Exception):
@@ -101,7 +101,11 @@ def spelled(
     spec: NormSpec, shape: tuple[int, ...], layout: str | None
 ) -> Iterator[tuple[NormSpec, str | None]]:
     """The same function with its axes written in other ways, each with where the family's parameters live."""
-    bound = spec.bind(shape)
+    wide = tuple(3 if size == 1 else size for size in shape)  # along one element, kept and erased look alike
+    try:
+        bound, shape = spec.bind(wide), wide
+    except PatternError:
+        bound = spec.bind(shape)
     ragged = bound.sample_dim if bound.ragged else None
     dims = tuple(
         (Factor(size, False),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from normscope.identify.module_box import Array
 from normscope.identify.module_mode import InMode
@@ -37,6 +38,10 @@ class Whole:
     @property
     def spec(self) -> NormSpec:
         return self.values.spec
+
+    def replaced(self, **fields: Any) -> Whole:
+        """The same with other fields of the specification."""
+        return replace(self, values=replace(self.values, spec=self.spec.replace(**fields)))
 
     def state(self, tensors: dict[str, Array]) -> RunningState | None:
         return None if self.stored is None else self.stored.state(tensors)

@@ -20,12 +20,13 @@ from normscope.identify.float64_copy import has_own_hooks
 from normscope.identify.identification import identify_box
 from normscope.identify.masks import mask_argument, probe_mask, with_everything_valid
 from normscope.identify.module_box import ModuleBox, box_of_module, call_of
-from normscope.identify.module_casts import casts
-from normscope.identify.module_mode import InMode, depends_on_chance, look, same_in_both
+from normscope.identify.module_casts import casts, machine_epsilon
+from normscope.identify.module_mode import InMode, depends_on_chance, look, same_in_both, with_room
 from normscope.identify.module_parameters import NoAxes
 from normscope.identify.module_state import NotOfTheFamily, Whole, whole_of
-from normscope.identify.module_verified import verified
+from normscope.identify.module_verified import Verified, verified
 from normscope.identify.result import Identification
+from normscope.identify.spelling import names_of
 
 
 def identify_module(
@@ -51,75 +52,83 @@ def identify_module(
     >>> print(found.spec)
     ... d -> ...; centered; std, biased; eps 1e-05 inside the root; weight d; bias d
     """
-    if (keras := sys.modules.get("keras")) and isinstance(module, keras.Layer):  # on torch, layers are modules too
+    if (keras := sys.modules.get("keras")) and isinstance(
+        module, keras.Layer
+    ):  # on torch, layers are modules too
         return identify_box(box_of(module, example), shape_of(example), layout=layout)
+    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
     box = with_everything_valid(box_of_module(module, call_of(example)))
-    box = replace(box, name=f"module {type(module).__name__}")
+    names_of(layout, box.shape)  # a layout that does not fit is refused before anything runs
     here_trains = box.module.training if training is None else training
-    here_box = box if training is None else box.in_mode(training)
-    answer = Identification(name=f"{box.name}, in {'training' if here_trains else 'evaluation'}")
+    name = f"module {type(module).__name__}"
+    answer = Identification(name=f"{name}, in {'training' if here_trains else 'evaluation'}")
     if has_own_hooks(module):
         answer = _noted(answer, "its forward hooks were left out of the copy that was probed")
-
+    box = replace(box, name=name)
+    here_box = box if training is None else box.in_mode(training)
+    shape, here_box = box.shape, with_room(here_box)
     if chance := depends_on_chance(here_box):
-        return replace(
-            answer,
-            reason=f"it is random: with other random numbers the output moves by {chance:.2g} of the largest",
-        )
+        reason = f"it is random: with other random numbers the output moves by {chance:.2g} of the largest"
+        return replace(answer, reason=reason)
     here = look(here_box, here_trains, layout)
     if here.core.reason is not None:
         return replace(answer, reason=here.core.reason, evidence=here.core.evidence, notes=here.core.notes)
-    there, raises = _other_mode(box, here, layout)
-    if raises:
-        answer = _noted(answer, raises)
+    there, unlike = _other_mode(here_box, here, layout)
+    if unlike:
+        answer = _noted(answer, unlike)
     try:
-        whole = whole_of(here, there, bool(raises), layout)
+        whole = whole_of(here, there, bool(unlike), layout)
     except (NotOfTheFamily, NoAxes) as contradiction:
         return _opaque(answer, here, layout, str(contradiction))
     if whole is None:
         bare = identify_box(here_box, here_box.shape, layout=layout)
-        return replace(
-            answer,
-            fixed=bare.fixed,
-            reason=bare.reason,
-            evidence=(*bare.evidence, *here.tensor_evidence),
-            notes=(*answer.notes, "none of its tensors acts as a stored variance"),
-        )
-    return _finished(answer, whole, here, there, module, training)
+        notes = (*answer.notes, "none of its tensors acts as a stored variance")
+        evidence = (*bare.evidence, *here.tensor_evidence)
+        return replace(answer, fixed=bare.fixed, reason=bare.reason, evidence=evidence, notes=notes)
+    modes = [here] if there is None else [here, there]
+    checked = verified(whole, modes, shape)
+    if checked.contradiction:
+        evidence = (*whole.evidence, checked.evidence)
+        return replace(answer, reason=checked.contradiction, evidence=evidence, max_error=checked.error)
+    return _finished(answer, whole, here, module, training, checked)
 
 
 def _other_mode(box: ModuleBox, here: InMode, layout: str | None) -> tuple[InMode | None, str]:
-    """The mode that was not asked for; None where it is the same function, or raises (and then how)."""
+    """The mode that was not asked for; None where it is the same function, or unlike any member (and then how)."""
     other = box.in_mode(not here.training)
     if same_in_both(here.box, other):
         return None, ""
     word = "training" if not here.training else "evaluation"
     try:
-        return look(other, not here.training, layout), ""
+        if depends_on_chance(other):
+            return None, f"in {word} it is random, so that mode was not identified"
+        there = look(other, not here.training, layout)
     except ModelError as error:
         return None, f"in {word} it raises, so that mode was not seen ({told(error.__cause__ or error)})"
+    if there.core.reason is not None:
+        return None, f"in {word} it is no normalization of the family: {there.core.reason}"
+    if there.fixed and not (here.fixed or there.named("mean", "nonlinear")):
+        return None, f"in {word} it is a fixed map without stored statistics"
+    return there, ""
 
 
 def _finished(
     answer: Identification,
     whole: Whole,
     here: InMode,
-    there: InMode | None,
     module: nn.Module,
     training: bool | None,
+    checked: Verified,
 ) -> Identification:
-    """Casts, gradients and masks; then the whole against the reference, with all tensors put back."""
-    modes = [here] if there is None else [here, there]
-    checked = verified(whole, modes)
-    if checked.contradiction:
-        return replace(
-            answer,
-            reason=checked.contradiction,
-            evidence=(*whole.evidence, checked.evidence),
-            max_error=checked.error,
-        )
+    """Casts, gradients and masks of what was verified, and the answer."""
+    found = [*whole.evidence]
+    if whole.spec.eps is None:
+        if follows := machine_epsilon(module, whole, here, training):
+            found.append(follows)
+        else:
+            whole = whole.replaced(eps=2.0**-52)
     cast, cast_evidence = casts(module, whole, here, training)
-    found = [*whole.evidence, *cast_evidence]
+    found += cast_evidence
     if gradient := gradient_at_constant(here.box):
         found.append(gradient)
     notes = [*answer.notes, *whole.notes]

@@ -159,8 +159,14 @@ def update_rule(box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str,
         return None
     how = "as the plain mean over batches" if plain else f"by {momentum:g} of the way to each batch"
     stands = "unbiased" if correction == 1 else "biased" if correction == 0 else f"correction {correction:g}"
+    counters = [
+        name
+        for name, first in outcomes[0].tensors.items()
+        if first.size == 1 and all(o.tensors[name] == first + k for k, o in enumerate(outcomes))
+    ]
+    counted = f"; {' and '.join(counters)} counts the calls" if counters else ""
     evidence = Evidence(
-        f"{stored.mean} and {stored.var} move {how}, the stored variance {stands}",
+        f"{stored.mean} and {stored.var} move {how}, the stored variance {stands}{counted}",
         f"{BATCHES} training calls in a row with different batches",
         {f"fraction of update {k + 1}": m for k, m in enumerate(fractions)}
         | {"stored over biased variance": float(np.median(ratios)), "largest error": error},
