@@ -64,7 +64,7 @@ def require_repeatable(f: Prober, shape: tuple[int, ...]) -> None:
             f"it is random: equal inputs give outputs that differ by up to {between:.2g} of the largest, and the same "
             "ones once the global random generators are seeded"
         )
-    steps = [f(x) for _ in range(10)][-6:]  # an average of what it saw has come close by then
+    steps = [f(x) for _ in range(14)][-9:]  # an average of what it saw has come close by then
     sizes = [float(np.abs(b - a).max()) for a, b in pairwise(steps)]
     shrinks = all(later < 0.99 * sooner for sooner, later in pairwise(sizes))
     what = (
