@@ -27,6 +27,7 @@ FLOORS = {
     "doctor": 7,
     "verify": 7,
     "monitor": 8,
+    "pytest_plugin": 8,
     "render": 8,
     "demo": 8,
     "transforms": 8,

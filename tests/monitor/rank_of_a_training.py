@@ -1,4 +1,4 @@
-"""One rank of data-parallel trainings, run as a program: RANK WORLD FOLDER SCENARIO ... Writes what its monitors found."""
+"""One rank of data-parallel trainings: RANK WORLD FOLDER SCENARIO ... Writes what its monitors found."""
 
 from __future__ import annotations
 
