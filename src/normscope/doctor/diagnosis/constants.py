@@ -87,7 +87,12 @@ def step(case: Case) -> Step:
             f"multiplied by {number(1 / first.measured) if first.measured else 'infinity'}, not by "
             f"{number(1 / first.declared) if first.declared else 'infinity'}."
         )
-        todo = "divide by torch.sqrt(var + eps), which has value and gradient at 0, or use torch's own norm"
+        known = finding is not None and (finding.site or "the model") == first.name
+        todo = (
+            finding.fix
+            if known and finding is not None
+            else "divide by torch.sqrt(var + eps), which has value and gradient at 0, or use torch's own norm"
+        )
     elif finding is not None:
         follows, todo = told(finding), finding.fix
     elif not found:
