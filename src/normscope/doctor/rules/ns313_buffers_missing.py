@@ -48,13 +48,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.history import affine_at_start, looks_trained, statistics_at_start
+from normscope.doctor.history import looks_trained, statistics_at_start
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, listed, plural
 
 if TYPE_CHECKING:
     from normscope.doctor.checkpoint import Comparison, Lacking
+    from normscope.doctor.site import Site
     from normscope.doctor.subject import Subject
 
 RUNNING = ("running_mean", "running_var")
@@ -93,7 +94,7 @@ def _finding(lacking: Lacking, found: Comparison) -> Finding:
     site = lacking.site
     statistics = [name for name in lacking.names if name in RUNNING]
     parameters = [name for name in lacking.names if name not in RUNNING]
-    initial = statistics_at_start(site) if statistics else affine_at_start(site) is not False
+    initial = statistics_at_start(site) if statistics else all(_one_number(site, name) for name in parameters)
     if statistics and lacking.held and initial and site.mode_eval in ("running", "frozen"):
         severity = "error"
     elif parameters and found.strangers and initial:
@@ -116,6 +117,11 @@ def _finding(lacking: Lacking, found: Comparison) -> Finding:
         + ("; or measure the statistics again on training data" if statistics else ""),
         mode="eval" if statistics else "",
     )
+
+
+def _one_number(site: Site, name: str) -> bool:
+    values = site.array(name)
+    return values is None or bool((values == values.flat[0]).all())
 
 
 def _strangers(found: Comparison) -> Finding:
