@@ -114,7 +114,7 @@ def step(case: Case) -> Step:
 
 def _constant(alone: Alone) -> Constant:
     name, spec = label(alone.site), alone.spec
-    eps = spec.eps if spec is not None else _declared(alone)
+    eps = spec.eps if spec is not None and alone.site.kind == "module" else _declared(alone)
     generator = torch.Generator().manual_seed(0)
     for level in LEVELS:
         x = torch.full(alone.shape, level, dtype=torch.float64, requires_grad=True)
@@ -137,7 +137,9 @@ def _constant(alone: Alone) -> Constant:
     size = float(abs(offset + weight).mean()) if weight is not None else 1.0
     ratio = float(moved.abs().median() / x.abs().median()) / max(size * gain, 1e-300)
     places = {at: _denominator(alone, eps, at, spread) for at in WORDS}
-    declared = spec.eps_at if spec is not None and spec.eps_at in places else "variance"
+    # what was found out about a norm written by hand is what it does, not what it declares
+    known = spec is not None and spec.eps_at in places and alone.site.kind == "module"
+    declared = spec.eps_at if known and spec is not None else "variance"
     measured = 1 / max(ratio, 1e-300)
     nearest = min(places, key=lambda at: abs(log(places[at] / measured)))
     same = abs(log(places[declared] / measured)) < FACTOR
@@ -148,7 +150,7 @@ def _constant(alone: Alone) -> Constant:
 
 
 def _denominator(alone: Alone, eps: float, at: str, spread: float) -> float:
-    if alone.spec is not None and at == alone.spec.eps_at:
+    if alone.spec is not None and at == alone.spec.eps_at and alone.site.kind == "module":
         return float(denominators(np.asarray([spread**2]), alone.spec, eps)[0])
     return {"variance": float(np.sqrt(spread**2 + eps)), "std": spread + eps, "max": max(spread, eps)}[at]
 
