@@ -82,7 +82,7 @@ class Assembly:
                 f"at sets of {second.sizes[1]} elements the gain is {second.gain_ratio:.6g} times that at "
                 f"{second.sizes[0]}: it depends on the size of the set in a way that no specification says"
             )
-        gain = gain_values(self.fit, self.f)
+        gain = gain_values(self.fit, self.f, self.n)
         score = {
             units: roundness(units, self.n, constant(self.fit, units, self.n, self.machine), gain)
             for units in candidates
@@ -108,7 +108,7 @@ class Assembly:
 
     def _members(self, one: Fit, units: Units, eps: Constant) -> Iterator[Member]:
         """One for each spelling that has words for the parameters; families with parameters in their place first."""
-        gain = gain_values(one, self.f).scaled(sqrt(units.ratio(self.n)))
+        gain = gain_values(one, self.f, self.n).scaled(sqrt(units.ratio(self.n)))
         found: list[tuple[int, Member]] = []
         for spelling in self.spellings:
             if found and not spelling.family:
@@ -147,8 +147,9 @@ class Assembly:
             yield spec.replace(eps=sqrt(eps.eps), eps_at="max")
 
 
-def gain_values(one: Fit, f: Prober) -> Values:
-    return Values(one.gain, 12 * one.gain_error + 16 * f.roundoff * np.abs(one.gain))
+def gain_values(one: Fit, f: Prober, n: int) -> Values:
+    """The gain, as well as it is known: a sum over a set of n rounds by some sqrt(n) units, on both sides."""
+    return Values(one.gain, 4 * one.gain_error + (16 + sqrt(n)) * f.roundoff * np.abs(one.gain))
 
 
 def better_bias(one: Fit, observed: Sequence[Observation], bias: Values, partition: Partition) -> Values:

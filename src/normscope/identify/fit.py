@@ -184,7 +184,8 @@ def _finish(data: Data, partition: Partition, shape: Shape, form: str, q: float,
         q,
         error * spread,
         gain.reshape(partition.shape),
-        (gain_error * spread).reshape(partition.shape),
+        # scales of one direction round alike, so that their number does not average anything out
+        (gain_error * spread * np.sqrt(len(left))).reshape(partition.shape),
         misfit,
     )
 

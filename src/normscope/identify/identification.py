@@ -17,18 +17,29 @@ from normscope.identify.box import ROUNDOFF, Array, Box, box_of, shape_of
 from normscope.identify.fit import Fit, fit
 from normscope.identify.fixed import LINEAR, fixed_affine
 from normscope.identify.partition import Partition, find_partition
-from normscope.identify.probing import Contradiction, Pair, Prober, direction, pair
+from normscope.identify.probing import Contradiction, OnlyWhenShortened, Pair, Prober, direction, pair
 from normscope.identify.repeats import find_precision, global_generators_kept, require_repeatable
 from normscope.identify.result import Identification
-from normscope.identify.scan import Scan, crossing, is_linear, observations, refine, require_bounded, scan
+from normscope.identify.scan import (
+    NOISE,
+    Scan,
+    crossing,
+    is_linear,
+    observations,
+    refine,
+    require_bounded,
+    scan,
+)
 from normscope.identify.second_size import fixed_factors, roomy, second_gain
 from normscope.identify.spelling import names_of, spellings
 from normscope.spec import NormSpec
 
 DIRECTIONS = 4
 """inputs that the fit is made of, besides the scales of the first"""
-ROOM = 2**15
+ROOM = 2**12
 """elements that the probes work on where the callable takes fewer than the example has"""
+FLOAT32 = 1e-5
+"""of the output: what float32 arithmetic may be off by"""
 FITS = 200
 """roundings that the best form may leave on average; the wrong form leaves a large part of the output"""
 
@@ -80,24 +91,29 @@ def identify(
 def identify_box(box: Box, shape: tuple[int, ...], *, layout: str | None = None) -> Identification:
     """`identify` for a `Box`. Raises ModelError where the callable raises on inputs of this shape."""
     _require_usable(shape, layout)
-    first: Prober | None = None
-    reason = ""
-    # arithmetic that is float32 in part leaves float32 errors: judged by them only where float64 fails
-    for roundoff in sorted({box.roundoff, ROUNDOFF["float32"]}):
-        for most in (ROOM, prod(shape)):
-            f = Prober(box, roundoff)
-            try:
-                with global_generators_kept():
-                    return _probed(f, shape, layout, most)
-            except Contradiction as contradiction:
-                if first is None:
-                    first, reason = f, str(contradiction)
-            if prod(shape) <= ROOM:
-                break
-    assert first is not None
-    return Identification(
-        reason=reason, evidence=tuple(first.evidence), notes=tuple(first.notes), name=box.name
-    )
+    f = Prober(box, box.roundoff)
+    try:
+        return _at_some_shape(f, shape, layout)
+    except Contradiction as contradiction:
+        reason = str(contradiction)
+        may_be_float32 = contradiction.size is None or contradiction.size < FLOAT32
+    if may_be_float32 and box.roundoff < ROUNDOFF["float32"]:
+        try:
+            return _at_some_shape(Prober(box, ROUNDOFF["float32"]), shape, layout)
+        except Contradiction:
+            pass  # what contradicted float64 is the reason
+    return Identification(reason=reason, evidence=tuple(f.evidence), notes=tuple(f.notes), name=box.name)
+
+
+def _at_some_shape(f: Prober, shape: tuple[int, ...], layout: str | None) -> Identification:
+    """Probe at a shape with few elements; at the example's own where that turns out to be another function."""
+    with global_generators_kept():
+        try:
+            return _probed(f, shape, layout, ROOM)
+        except OnlyWhenShortened:
+            f.evidence.clear()
+            f.notes.clear()
+            return _probed(f, shape, layout, prod(shape))
 
 
 def _require_usable(shape: tuple[int, ...], layout: str | None) -> None:
@@ -110,7 +126,7 @@ def _require_usable(shape: tuple[int, ...], layout: str | None) -> None:
 
 def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) -> Identification:
     """All probes in turn. Raises Contradiction with the first thing that no member does."""
-    stated = f.roundoff
+    given = f.roundoff
     require_repeatable(f, example)
     shape = roomy(f, example, most)
     find_precision(f, shape)
@@ -138,10 +154,10 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) 
     (spec, weight, bias_value), others = assembly.choose(second_gain(f, partition, best, start))
     _say_eps(f, s, best, spec)
     near = None if best.root_eps == 0 else 2.0 ** (start or 0.0)
-    error = _verified(f, {shape, example}, spec, weight, bias_value, near)
+    error = _verified(f, list(dict.fromkeys([shape, example])), spec, weight, bias_value, near)
     _constant_input(f, shape, spec)
     _say_hidden(f, shape, example)
-    if stated > f.box.roundoff:
+    if given > f.box.roundoff:
         f.notes.append("part of its arithmetic is float32: it errs by some 1e-7, and was judged by that")
     return Identification(
         spec=spec,
@@ -195,7 +211,8 @@ def _bias(f: Prober, pairs: list[Pair], partition: Partition) -> Values:
             raise Contradiction(_POINTWISE)
         raise Contradiction(
             "f(x) + f(-x) is twice the bias for every normalization; here it changes with x, by up to "
-            f"{float(apart.max() / size.max()):.2g} of the largest output"
+            f"{float(apart.max() / size.max()):.2g} of the largest output",
+            float(apart.max() / size.max()),
         )
     value = np.mean([one.even for one in pairs], axis=0)
     f.conclude("an odd function of the input plus a bias", "f(x) + f(-x) for several x", inputs=len(pairs))
@@ -206,7 +223,8 @@ def _require_fit(f: Prober, fits: list[Fit], pairs: list[Pair], partition: Parti
     best = fits[0]
     if best.misfit > FITS:
         # misfit is in units of the rounding of single outputs
-        raise Contradiction(diagnose.reason(f, pairs, partition, best.misfit * 4 * f.roundoff))
+        left = best.misfit * NOISE * f.roundoff
+        raise Contradiction(diagnose.reason(f, pairs, partition, left), left)
     rival = next((one for one in fits[1:] if one.shape != best.shape), None)
     rival_misfit = {} if rival is None else {"misfit_of_the_next": rival.misfit}
     f.conclude(f"the output is {best.shape}", "a joint fit to all inputs", misfit=best.misfit, **rival_misfit)
@@ -229,7 +247,7 @@ def _say_eps(f: Prober, s: Scan, best: Fit, spec: NormSpec) -> None:
 
 def _verified(
     f: Prober,
-    shapes: set[tuple[int, ...]],
+    shapes: list[tuple[int, ...]],
     spec: NormSpec,
     weight: Array | None,
     bias: Array | None,
@@ -238,14 +256,16 @@ def _verified(
     """The largest error over all shapes. Raises Contradiction where one is more than rounding."""
     worst = 0.0
     for shape in shapes:
+        raised: type[Contradiction] = Contradiction if shape == shapes[0] else OnlyWhenShortened
         try:
             verdict = fresh.verify(f, shape, spec, weight, bias, near_eps)
         except ValueError as error:  # the parameters, or the sets, are others at that shape
-            raise Contradiction(f"at the shape {shape} it is no longer {spec}: {error}") from None
+            raise raised(f"at the shape {shape} it is no longer {spec}: {error}") from None
         if not verdict.holds:
-            raise Contradiction(
+            raise raised(
                 f"the closest member is {spec}, but at a fresh input of shape {shape} ({verdict.input}) it is off by "
-                f"{verdict.error:.2g} of the largest output, where rounding allows {verdict.allowed:.2g}"
+                f"{verdict.error:.2g} of the largest output, where rounding allows {verdict.allowed:.2g}",
+                verdict.error,
             )
         worst = max(worst, verdict.error)
         f.conclude(

@@ -12,7 +12,19 @@ from normscope.identify.result import Evidence
 
 
 class Contradiction(Exception):
-    """What shows that a callable is no normalization of the family. The text is the reason."""
+    """What shows that a callable is no normalization of the family. The text is the reason.
+
+    ``size`` is how far off it is, relative to the output, where that is known: what is off by no more than float32
+    rounds may be a member whose arithmetic is float32 in part.
+    """
+
+    def __init__(self, reason: str, size: float | None = None) -> None:
+        super().__init__(reason)
+        self.size = size
+
+
+class OnlyWhenShortened(Contradiction):
+    """It was a member at the shape that was probed, but not at the longer one of the example."""
 
 
 @dataclass
