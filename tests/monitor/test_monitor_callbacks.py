@@ -24,6 +24,8 @@ class Teaching:
         torch.manual_seed(0)
         self.student = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
         self.teacher = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        for _ in range(60):
+            self.teacher(torch.randn(16, 6))
         for parameter in self.teacher.parameters():
             parameter.requires_grad_(False)
 
@@ -108,9 +110,8 @@ class TestLightning:
         def stop(_: object) -> None:
             raise RuntimeError("stopped by the test")
 
-        with pytest.raises(RuntimeError, match="stopped by the test"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.fit(tmp_path, frozen=False, every=4, on_finding=stop, select=["NS315"])
+        with pytest.raises(RuntimeError, match="stopped by the test"):
+            self.fit(tmp_path, frozen=False, every=4, on_finding=stop, select=["NS315"], warn="")
 
 
 class TestTransformers:

@@ -88,6 +88,7 @@ class Monitor:
         rank: int | None = None,
         store: Any = None,
     ) -> None:
+        self._several = isinstance(model, Mapping)
         self._model = arguments.module(nn.ModuleDict(model) if isinstance(model, Mapping) else model)
         self._optimizers = _optimizers(optimizer)
         arguments.settings(None, None, None, frozen_policy)
@@ -141,7 +142,7 @@ class Monitor:
             raise NormscopeError("this monitor is running already: stop() it first, or make another")
         self._reset()
         with Session(self._model) as session:
-            self._modes = verdict.Modes(session)
+            self._modes = verdict.Modes(session, several=self._several)
         self._names = ModuleNames(self._modes.model)
         self._readings = Readings()
         # the n-th monitors of all ranks belong together; a store of the user's own is theirs alone

@@ -35,10 +35,17 @@ WARM = 100
 
 
 class Modes:
-    """What is left of a session when it is over: the model, and its training flags after ``train()`` and ``eval()``."""
+    """What is left of a session when it is over: the model, and its training flags after ``train()`` and ``eval()``.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        session: open.
+        several: the model is a mere container of the monitor's own. Nobody calls its ``train()``, so a model in it
+            that is in eval now stays there.
+    """
+
+    def __init__(self, session: Session, *, several: bool) -> None:
         self.model: nn.Module = session.model
+        self._several = several
         self._after: dict[tuple[str, ...], dict[str, bool]] = {}
         self._why = ""
         for calls in (("train",), ("eval",), ("train", "eval")):
@@ -50,7 +57,13 @@ class Modes:
     def modes_after(self, *calls: str) -> dict[str, bool]:
         if calls not in self._after:
             raise RuntimeError(self._why)
-        return dict(self._after[calls])
+        flags = dict(self._after[calls])
+        if self._several:
+            resting = tuple(f"{name}." for name, one in self.model.named_children() if not one.training)
+            for path in flags:
+                if f"{path}.".startswith(resting):
+                    flags[path] = self._after[("eval",)].get(path, False)
+        return flags
 
 
 def rules(select: Sequence[str] | None, ignore: Sequence[str] | None, *, settled: bool) -> list[Rule]:
