@@ -21,7 +21,7 @@ from normscope.doctor.session import Session, is_training
 from normscope.doctor.site import Site
 from normscope.doctor.tracing.config import expected_eps
 from normscope.doctor.tracing.readings import ModuleReading
-from normscope.errors import NormscopeError, told
+from normscope.errors import ModelError, NormscopeError, told
 from normscope.identify.float64_copy import copied
 from normscope.identify.module_box import box_of_module, call_of, tensors_of
 from normscope.identify.modules import identify_module
@@ -131,8 +131,8 @@ def _identified(module: nn.Module, shape: tuple[int, ...]) -> Known | str:
     for probed in _probing_shapes(module, shape):
         try:
             answer = identify_module(module, torch.zeros(probed), _layout(module, probed), training=False)
-        except NormscopeError as error:
-            reason = str(error)
+        except ModelError as error:
+            reason = f"called with its input alone it raised {told(error.__cause__ or error)}"
             continue
         if answer.spec is None:
             return answer.reason or f"it is a fixed affine map, {answer.fixed}"

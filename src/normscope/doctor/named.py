@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from normscope.spec import NormSpec
 
-UNCENTERED = r"rms|t5"
-CENTERED = r"layer_?norm|group_?norm|instance_?norm|batch_?norm|^(ln|gn|bn)(_?\dd)?$"
-OF_EACH_SAMPLE = r"layer_?norm|group_?norm|instance_?norm|rms|^(ln|gn)(_?\dd)?$"
-WORDS = (
-    ("rms", "RMS norm"),
-    ("t5", "T5's RMS norm"),
-    ("layer", "layer norm"),
-    ("group", "group norm"),
-    ("instance", "instance norm"),
-    ("batch", "batch norm"),
-    ("ln", "layer norm"),
-    ("gn", "group norm"),
-    ("bn", "batch norm"),
+NAMES = (
+    (r"RMS|Rms|(?<![a-zA-Z])rms", "RMS norm"),
+    (r"T5", "T5's RMS norm"),
+    (r"[Ll]ayer_?[Nn]orm|LN(?![a-z])", "layer norm"),
+    (r"[Gg]roup_?[Nn]orm|GN(?![a-z])", "group norm"),
+    (r"[Ii]nstance_?[Nn]orm", "instance norm"),
+    (r"[Bb]atch_?[Nn]orm|BN(?![a-z])", "batch norm"),
 )
+"""what a class name holds -> the norm that it promises; the first that fits"""
+OF_BATCHES = ("batch norm",)
+UNCENTERED = ("RMS norm", "T5's RMS norm")
 
 
 def promised(type_name: str, spec: NormSpec) -> tuple[str, NormSpec] | None:
@@ -36,17 +33,20 @@ def promised(type_name: str, spec: NormSpec) -> tuple[str, NormSpec] | None:
     >>> words, spec = promised("models.LayerNorm", found)
     >>> words, spec.correction, spec.eps_at
     ('layer norm', 0, 'variance')
+    >>> promised("L2NormSSD", found) is None
+    True
     """
-    name = type_name.rpartition(".")[2].lower()
-    if spec.whiten or not re.search(f"{UNCENTERED}|{CENTERED}", name):
+    name = type_name.rpartition(".")[2]
+    words = next((words for part, words in NAMES if re.search(part, name)), None)
+    if words is None or spec.whiten:
         return None
-    center = re.search(UNCENTERED, name) is None
+    center = words not in UNCENTERED
     meant = spec.replace(
         center=center, scale="std" if center else "rms", correction=0, eps_at="variance", gain=1.0
     )
-    if re.search(OF_EACH_SAMPLE, name) and spec.properties().couples_samples and spec.running is None:
+    if words not in OF_BATCHES and spec.properties().couples_samples and spec.running is None:
         meant = meant.replace(stats=_each_sample(spec))
-    return next(words for part, words in WORDS if part in name), meant
+    return words, meant
 
 
 def _each_sample(spec: NormSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
@@ -14,7 +15,7 @@ from normscope.identify.compare_fields import differences, value_differences
 from normscope.identify.compare_gap import Gap, gap
 from normscope.identify.compare_inputs import CENTERED, inputs_for
 from normscope.identify.compare_layout import Layout, as_first_reads, read_layout
-from normscope.identify.compare_result import Comparison, Counterexample, Difference
+from normscope.identify.compare_result import WORDS, Comparison, Counterexample, Difference
 from normscope.identify.compare_search import shrunk
 from normscope.identify.compare_shapes import common_rank, shapes
 from normscope.identify.compare_sides import Side, fits, shape_of, side_of
@@ -64,15 +65,20 @@ def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -
     (False, [('eps', '1e-05', '0.001')])
     """
     order = read_layout(layout)
-    found = _sides(a, b, example, order)
-    if isinstance(found, Comparison):
-        return found
-    return _Comparing(*found, order).result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sets of one element and the like are tried on purpose
+        found = _sides(a, b, example, order)
+        return found if isinstance(found, Comparison) else _Comparing(*found, order).result()
 
 
 def _sides(a: Any, b: Any, example: Any, order: Layout) -> Comparison | tuple[Side, Side, tuple[int, ...]]:
     if example is not None:
-        shape = tuple(shape_of(example) or ())
+        shape = shape_of(example)
+        if order.names_a is not None and len(order.names_a.split()) != len(shape):
+            raise BadInput(
+                f"the layout {order.names_a!r} names {len(order.names_a.split())} axes, the example has {len(shape)}. "
+                "Name each axis once."
+            )
         one = side_of(a, _given(a, example), order.names_a, "the first")
         two = side_of(b, _given(b, order.forth(example)), order.names_b, "the second")
         for side, at in ((one, shape), (two, order.forth(shape))):
@@ -183,18 +189,21 @@ class _Comparing:
         self.spec_b = None if b.spec is None else as_first_reads(b.spec, order, len(shape))
         """both as the first reads its input"""
         self.notes: list[str] = []
-        self.tried = 0
+        self.tried: dict[str, int] = {}
+        """evaluations that both sides made, by mode"""
 
     def result(self) -> Comparison:
         tried = self._modes()
         seen = [*self._seen(tried)]
         modes: dict[str, bool | None] = {}
         for mode in tried:
-            modes[mode] = not any(found.mode == mode for found in seen)
-        if not modes["eval"] or not modes["train"]:
+            modes[mode] = not any(found.mode == mode for found in seen) if self.tried.get(mode) else None
+            if modes[mode] is None:
+                self.notes.append(f"the {WORDS[mode]} was not compared: one of them raises")
+        if not all(modes.get(mode, True) for mode in ("train", "eval")):
             modes.pop("bfloat16", None)
             seen = [found for found in seen if found.mode != "bfloat16"]
-        named = self._differences()
+        named = self._differences(tried)
         same = self._decided(modes, named)
         return Comparison(
             self.a.name,
@@ -212,6 +221,9 @@ class _Comparing:
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def _modes(self) -> list[str]:
+        if self.a.fixed or self.b.fixed:
+            self.notes.append("one is a fixed map, as a norm in evaluation is: only evaluation is compared")
+            return ["eval"]
         modes = ["train", "eval"]
         if self._has_state(self.a) and self._has_state(self.b):
             modes.append("update")
@@ -235,8 +247,9 @@ class _Comparing:
         try:
             one, two = self.a.half(x, values[0]), self.b.half(self.order.forth(x), values[1])
         except (NormscopeError, ValueError, RuntimeError, ArithmeticError):
-            self.notes.append("their casts differ, and one of them does not run in bfloat16")
-            return False
+            one = two = None
+        if one is None or two is None:
+            self.notes.append("their casts differ, and one of them was not run in bfloat16, where that shows")
         return one is not None and two is not None
 
     def _trials(self) -> Iterator[Callable[[tuple[int, ...]], Pair]]:
@@ -269,8 +282,10 @@ class _Comparing:
                 found = []
                 for name, x in inputs_for(mode, self.shape, known):
                     apart = self._gap(mode, x, trial)
-                    self.tried += 1
-                    if apart is not None and apart.real:
+                    if apart is None:
+                        continue
+                    self.tried[mode] = self.tried.get(mode, 0) + 1
+                    if apart.real:
                         found.append(_Seen(mode, name, x, trial, apart))
                 yield from found
                 if found:
@@ -297,10 +312,12 @@ class _Comparing:
 
     # -- verdict ---------------------------------------------------------------------------------------------------
 
-    def _differences(self) -> list[Difference]:
+    def _differences(self, modes: list[str]) -> list[Difference]:
         if self.spec_a is None or self.spec_b is None:
             return []
         found = differences(self.spec_a, self.spec_b, self.shape)
+        if "bfloat16" not in modes:
+            found = [d for d in found if d.mode != "bfloat16"]
         if not (self.a.settable and self.b.settable):
             self.notes.append(
                 "one takes no other parameters: they are compared with the values that they hold"
@@ -321,18 +338,29 @@ class _Comparing:
                 self.notes.append(f"by their specifications {verdict}")
             elif verdict.weight:
                 self.notes.append(f"the same function of their weights with {verdict.weight}")
-        if not all(modes.values()):
+        if any(same is False for same in modes.values()):
             return False
+        if None in modes.values():
+            return None
         if verdict is None:
             self.notes.append(
-                f"they agree on all {self.tried} evaluations, which proves nothing about other inputs"
+                f"they agree on all {sum(self.tried.values())} evaluations, which proves nothing about other inputs"
             )
             return None
         if verdict.same and all(d.mode == "parameters" for d in named):
+            self._for_this_shape()
             return True
         if not verdict.same:
             self.notes.append(f"undecided: {verdict.reason}, and no input that was tried shows it")
         return None
+
+    def _for_this_shape(self) -> None:
+        """Said where inputs of another shape would tell them apart."""
+        assert self.spec_a is not None
+        assert self.spec_b is not None
+        always = self.spec_a.same_function(self.spec_b)
+        if not always.same and self.a.settable and self.b.settable:
+            self.notes.append(f"on inputs of shape {self.shape}; for others {always}")
 
     def _verdict(self, a: NormSpec, b: NormSpec) -> Sameness:
         """By the specifications; of the factors alone where a side's values are what they are, and were compared."""

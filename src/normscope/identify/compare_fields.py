@@ -64,7 +64,9 @@ def value_differences(
     """Parameters and stored statistics in which two norms differ that could hold the same."""
     wanted = carried(held_a, a, b, shape)
     for name in sorted(set(wanted) & set(held_a) & set(held_b)):
-        if largest_difference(wanted[name], held_b[name]) <= ROUNDED * np.abs(wanted[name]).max(initial=0.0):
+        # equal in what they mean, or equal as numbers, which is then told of the convention
+        near = ROUNDED * np.abs(wanted[name]).max(initial=0.0)
+        if any(largest_difference(value, held_b[name]) <= near for value in (wanted[name], held_a[name])):
             continue
         side, other = SpecSide("", b), {**wanted, name: held_b[name]}
         sizes = {mode: _largest(side, side, shape, (b,), mode, (wanted, other)) for mode in ("train", "eval")}

@@ -66,7 +66,7 @@ def gap(
     y_a, y_b = a.output(x, mode, va), b.output(x_b, mode, vb).transpose(back)
     size = float(np.abs(np.concatenate([y_a.ravel(), y_b.ravel()])).max(initial=0.0, where=_finite(y_a, y_b)))
     roundoff = max(a.roundoff, b.roundoff)
-    least = TIMES * roundoff * size
+    least = TIMES * roundoff * size * (1 + _level(x) ** 2)
     seen = largest_difference(y_a, y_b)
     if seen <= least:
         return Gap("output", y_a, y_b, least)
@@ -86,6 +86,13 @@ def gap(
                 np.inf
             )  # a number against none, on this very input only: 0/0 in one, rounding in the other
     return Gap("output", y_a, y_b, allowed if not np.isinf(allowed) or np.isinf(seen) else np.inf)
+
+
+def _level(x: Array) -> float:
+    """|mean| over spread: E[x^2] - E[x]^2 is off by its square, in units of the roundoff, and is no other function."""
+    with np.errstate(all="ignore"):
+        spread = float(x.std())
+        return float(abs(x.mean()) / spread) if spread > 0 else 0.0
 
 
 def _finite(y_a: Array, y_b: Array) -> NDArray[np.bool_]:

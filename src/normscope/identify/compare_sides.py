@@ -7,15 +7,16 @@ as it is, in its own precision. Nothing that was handed in is run itself where i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from normscope import reference
-from normscope.errors import BadInput, NormscopeError
+from normscope.errors import BadInput, ModelError, NormscopeError, told
 from normscope.spec import NormSpec, RunningState
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class Side:
     they cannot be reached"""
     settable: bool = False
     """it takes ``values``"""
-    switches: bool = False
-    """training and evaluation may differ"""
+    fixed: bool = False
+    """it is a fixed map, as a norm in evaluation is, and takes no part in training"""
     roundoff: float = 2.0**-53
 
     def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
@@ -115,7 +116,10 @@ class BoxSide(Side):
 
     def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
         assert self.box is not None
-        return self.box(x)
+        try:
+            return self.box(x)
+        except Exception as error:
+            raise ModelError(f"{self.name} raised on an input of shape {x.shape}: {told(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
     Raises BadInput where it is no specification and cannot be called.
     """
     if isinstance(obj, NormSpec):
-        return SpecSide(f"spec ({obj.stats})", obj, settable=True, switches=obj.running is not None)
+        return SpecSide(f"spec ({obj.stats})", obj, settable=True)
     if _is_module(obj):
         return _module_side(obj, example, layout)
     from normscope.identify import box_of, identify
@@ -175,6 +179,7 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
         found.spec,
         _why(found),
         held if found.spec is not None else None,
+        fixed=found.fixed is not None,
         roundoff=box.roundoff,
         box=box,
     )
@@ -192,10 +197,7 @@ def _module_side(module: Any, example: Any, layout: str | None) -> Side:
     try:
         reading = read(copy, input_ndim=len(shape))
     except (UnknownNormalization, ValueError):
-        from normscope.identify import identify
-
-        found = identify(module, example, layout=layout)
-        spec, reason = found.spec, _why(found)
+        spec, reason = _identified(module, example, layout)
         paths = {} if spec is None else tensor_paths(box.in_mode(training=False), spec)
     else:
         spec = reading.spec
@@ -206,18 +208,35 @@ def _module_side(module: Any, example: Any, layout: str | None) -> Side:
     values = {name: tensors[path].detach().double().numpy().copy() for name, path in paths.items()}
     if spec is not None:
         wanted = value_shapes(spec.bind(shape))
-        values = {name: value.reshape(wanted[name]) for name, value in values.items() if name in wanted}
+        values = {
+            n: v.reshape(wanted[n]) for n, v in values.items() if n in wanted and v.size == prod(wanted[n])
+        }
     return ModuleSide(
         type(module).__name__,
         spec,
         reason,
         values,
         settable=_all_named(spec, paths),
-        switches=True,
         boxes={"train": box.in_mode(True), "eval": box.in_mode(False)},
         paths=paths,
         original=module,
     )
+
+
+def _identified(module: Any, example: Any, layout: str | None) -> tuple[NormSpec | None, str]:
+    """The specification of a module that no reader knows, or why there is none. In evaluation, where stored statistics
+    act, if it runs there."""
+    from normscope.identify import identify
+
+    reason = ""
+    for training in (False, True):
+        try:
+            found = identify(module, example, layout=layout, training=training)
+        except ModelError as error:
+            reason = str(error)
+            continue
+        return found.spec, _why(found)
+    return None, reason
 
 
 def _all_named(spec: NormSpec | None, paths: Mapping[str, str]) -> bool:
@@ -255,7 +274,13 @@ def fits(side: Side, x: Array, values: Values | None) -> str:
     return "" if y.shape == x.shape else f"it returns shape {y.shape} for an input of shape {x.shape}"
 
 
-def shape_of(example: Any) -> Sequence[int] | None:
-    """The shape of an example: an array, a tensor, or sizes."""
-    shape = getattr(example, "shape", example)
-    return None if shape is None else tuple(int(n) for n in shape)
+def shape_of(example: Any) -> tuple[int, ...]:
+    """The shape of an example. Raises BadInput where it is neither an array, a tensor nor sizes."""
+    from normscope.identify.box import is_shape
+
+    if not hasattr(example, "shape") and not is_shape(example):
+        raise BadInput(
+            f"an example is an array, a tensor or the sizes of one; got a {type(example).__name__}. Wrap a layer that "
+            "takes more than one argument in a function of one."
+        )
+    return tuple(int(n) for n in getattr(example, "shape", example))
