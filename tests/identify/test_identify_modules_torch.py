@@ -176,3 +176,30 @@ def test_gains_of_zero_hide_nothing(gain: float) -> None:
     assert found.spec is not None
     assert found.weight is not None
     assert found.weight.tolist() == [gain] * 6
+
+
+class Constant(nn.Module):
+    """An eps that is a number, though it is float64's machine epsilon."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2.0**-52)
+
+
+def test_an_eps_that_is_a_number_is_not_none() -> None:
+    found = identify_module(Constant(), torch.zeros(4, 6))
+    assert found.spec is not None
+    assert found.spec.eps == 2.0**-52
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 8, 8), (2, 6, 100, 100)], ids=["one sample", "large"])
+def test_unhandy_examples(shape: tuple[int, ...]) -> None:
+    found = identify_module(trained(nn.BatchNorm2d(6)), torch.zeros(shape))
+    assert found.spec is not None, str(found)
+    assert (found.spec.stats, found.mode) == ("b c ... -> c", "batch")
+
+
+def test_compiled_modules_are_seen_through() -> None:
+    module = nn.LayerNorm(6)
+    found = identify_module(torch.compile(module), torch.zeros(4, 6))  # type: ignore[arg-type]
+    assert found.spec is not None
+    assert found.name == "module LayerNorm, in training"

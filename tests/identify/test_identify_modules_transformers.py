@@ -55,7 +55,7 @@ def test_llama_and_gemma_differ_in_the_bits_and_the_offset() -> None:
         name: evidence.numbers
         for name, found in (("llama", llama), ("gemma", gemma))
         for evidence in found.evidence
-        if evidence.probe.startswith("a bfloat16 copy")
+        if evidence.probe.endswith("parameters in bfloat16")
     }
     # the order that is not the module's rounds once more or less: a third of all last bits differ
     assert (
@@ -85,3 +85,15 @@ def test_statistics_in_half_precision_are_seen() -> None:
     found = identify_module(InHalf(), torch.zeros(3, 7, 48))
     assert found.spec is not None
     assert found.spec.cast == Cast("input")
+
+
+def test_torch_batch_norm_rounds_its_statistics_to_the_dtype_of_its_parameters() -> None:
+    """On the CPU, in training: exact with float32 parameters and bfloat16 inputs, not with bfloat16 parameters."""
+    found = identify_module(nn.BatchNorm2d(6), torch.zeros(4, 6, 3, 5))
+    assert found.spec is not None
+    assert found.spec.cast == Cast()
+    told = [e.conclusion for e in found.evidence if " parameters: " in e.conclusion]
+    assert told == [
+        "bfloat16 parameters: it rounds to 8 bits on the way to its output, in neither of the two orders",
+        "float32 parameters: it computes in float32 and rounds once, after the weight",
+    ]

@@ -131,9 +131,21 @@ class ModuleBox:
             y = self.apply(fork, torch.from_numpy(np.array(x, dtype=np.float64)).to(self.dtype), **extra)
         return Outcome(as_array(y), {name: as_array(tensor) for name, tensor in tensors_of(fork).items()})
 
+    def moved(self, x: Array) -> tuple[Array, tuple[str, ...]]:
+        """The output, and the names of the tensors that the call changed."""
+        fork = self.fork()
+        before = {name: as_array(tensor) for name, tensor in tensors_of(fork).items()}
+        outcome = self.run_on(fork, x)
+        names = tuple(
+            n for n, value in outcome.tensors.items() if not np.array_equal(value, before[n], equal_nan=True)
+        )
+        return outcome.output, names
+
     def apply(self, module: nn.Module, x: torch.Tensor, **extra: Any) -> torch.Tensor:
         """Call ``module`` on a tensor, with the random numbers of the seed; autograd as the caller has it."""
         args, kwargs = self.call.with_input(x)
+        args = tuple(self._in_dtype(value) for value in args)
+        kwargs = {name: self._in_dtype(value) for name, value in kwargs.items()}
         chance = torch.get_rng_state()
         torch.default_generator.manual_seed(self.seed)
         try:
@@ -154,6 +166,10 @@ class ModuleBox:
             )
         return result
 
+    def _in_dtype(self, value: Any) -> Any:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if floats else value
+
     def fork(self) -> nn.Module:
         """A module whose buffers and attributes are its own; parameters are shared where they are not set."""
         memo: dict[int, Any] = {id(p): p for p in self.module.parameters()}
@@ -164,6 +180,24 @@ class ModuleBox:
                 parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(value, requires_grad=False) if parameter else value
         return copy.deepcopy(self.module, memo)
+
+    def other_inputs_that_act(self) -> list[str]:
+        """Further floating inputs of the call that the output depends on."""
+        x = np.random.default_rng(61).standard_normal(self.shape)
+        start, found = self(x), []
+        for place, value in (*enumerate(self.call.args), *self.call.kwargs.items()):
+            if (
+                place == self.call.place
+                or not isinstance(value, torch.Tensor)
+                or not value.is_floating_point()
+            ):
+                continue
+            other = replace(self.call, place=place)
+            args, kwargs = other.with_input(value * 1.5 + 0.25)
+            moved = replace(self, call=Call(args, kwargs, self.call.place))
+            if not np.array_equal(moved(x), start, equal_nan=True):
+                found.append(f"input {place}")
+        return found
 
     def with_shape(self, shape: tuple[int, ...]) -> ModuleBox:
         """The same with an example of another shape."""

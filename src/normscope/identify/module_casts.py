@@ -11,7 +11,7 @@ from torch import nn
 from normscope import reference
 from normscope.errors import ModelError
 from normscope.identify.cast_order import cast_order, rounded
-from normscope.identify.module_box import box_of_module
+from normscope.identify.module_box import Array, ModuleBox, box_of_module
 from normscope.identify.module_mode import InMode
 from normscope.identify.module_state import Whole
 from normscope.identify.probing import direction
@@ -22,6 +22,21 @@ FLOAT32 = 1e-4
 """of float32 arithmetic where eps and the spread are alike; another eps is off by a large part"""
 CAST = 1e-12
 """a cast to float32 on the way leaves 6e-8, float64 throughout 1e-15"""
+
+
+def _casts_to_float32(box: ModuleBox, x: Array) -> tuple[bool, Evidence]:
+    """Whether a float64 module computes in float32 where casts are not redirected."""
+    probe = "a float64 copy, casts to float32 redirected and not"
+    inside = box(x)
+    try:
+        direct = replace(box, redirect=False)(x)
+    except ModelError:
+        return True, Evidence("casts to float32, which its float64 parameters do not take", probe)
+    lost = float(np.max(np.abs(inside - direct)) / (np.max(np.abs(inside)) or 1.0))
+    what = (
+        "casts to float32 whatever the input's dtype" if lost > CAST else "computes float64 inputs in float64"
+    )
+    return lost > CAST, Evidence(what, probe, {"largest difference": lost})
 
 
 def machine_epsilon(module: nn.Module, whole: Whole, here: InMode, training: bool | None) -> Evidence | None:
@@ -49,32 +64,26 @@ def machine_epsilon(module: nn.Module, whole: Whole, here: InMode, training: boo
 def casts(
     module: nn.Module, whole: Whole, here: InMode, training: bool | None
 ) -> tuple[Cast | None, tuple[Evidence, ...]]:
-    """Which dtype computes, and where the weight is applied; no cast and a reason where bfloat16 does not run."""
+    """Which dtype computes, and where the weight is applied; None where bfloat16 does not run."""
     x = direction(here.box.shape, 107)
-    generic = here.box.set(here.generic)
-    inside, direct = generic(x), replace(generic, redirect=False)(x)
-    lost = float(np.max(np.abs(inside - direct)) / (np.max(np.abs(inside)) or 1.0))
-    float32 = lost > CAST
-    found = Evidence(
-        "casts to float32 whatever the input's dtype" if float32 else "computes float64 inputs in float64",
-        "a float64 copy, casts to float32 redirected and not",
-        {"largest difference": lost},
-    )
-    half = replace(box_of_module(module, here.box.call, torch.bfloat16), name=here.box.name)
-    half = half if training is None else half.in_mode(training)
+    float32, found = _casts_to_float32(here.box.set(here.generic), x)
+    evidence = [found]
     values = {name: rounded(value) for name, value in here.generic.items()}
-    weight, bias = whole.values.read({**here.own, **values})
-    try:
-        cast, evidence = cast_order(
-            half.set(values),
-            whole.spec,
-            weight,
-            bias,
-            whole.state({**here.own, **values}),
-            not here.fixed,
-            float32,
+    tensors = {**here.own, **values}
+    weight, bias = whole.values.read(tensors)
+    for parameters in (torch.bfloat16, torch.float32):
+        half = replace(
+            box_of_module(module, here.box.call, parameters), name=here.box.name, dtype=torch.bfloat16
         )
-    except ModelError as error:
-        told = Evidence(f"does not run in bfloat16, so casts were not seen ({error})", "a bfloat16 copy")
-        return None, (found, told)
-    return cast, (found, evidence)
+        half = (half if training is None else half.in_mode(training)).set(values)
+        try:
+            cast, told = cast_order(
+                half, whole.spec, weight, bias, whole.state(tensors), not here.fixed, float32
+            )
+        except ModelError as error:
+            told = Evidence(f"casts were not seen ({error})", f"bfloat16 inputs, parameters in {parameters}")
+            return None, (*evidence, told)
+        evidence.append(told)
+        if cast is not None:
+            return cast, tuple(evidence)
+    return Cast("input"), tuple(evidence)

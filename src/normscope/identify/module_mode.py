@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from normscope.errors import ModelError
 from normscope.identify.gains import Gain, law_of_gain
 from normscope.identify.identification import ROOM, identify_box
 from normscope.identify.module_box import Array, ModuleBox, as_array, tensors_of
@@ -72,11 +73,8 @@ def look(box: ModuleBox, training: bool, layout: str | None) -> InMode:
     offsets = {name: gain.offset for name, gain in laws.items() if gain.offset}
     neutral = level.set({name: np.full(found[name].shape, 1.0 - o) for name, o in offsets.items()})
     generic = generic_values(box)
-    after = box.set(generic).run(x).tensors
     own = {name: as_array(tensor) for name, tensor in tensors_of(box.module).items()}
-    moved = tuple(
-        name for name, value in after.items() if not np.array_equal(value, generic.get(name, own[name]))
-    )
+    _, moved = box.set(generic).moved(x)
     core = identify_box(neutral, box.shape, layout=layout)
     return InMode(box, training, found, laws, neutral, core, own, generic, moved)
 
@@ -95,12 +93,10 @@ def same_in_both(one: ModuleBox, other: ModuleBox) -> bool:
     values = generic_values(one)
     x = direction(one.shape, 103)
     try:
-        outcomes = [box.set(values).run(x) for box in (one, other)]
-    except Exception:  # a mode that raises is another mode
+        (y, moved), (z, also) = (box.set(values).moved(x) for box in (one, other))
+    except ModelError:  # a mode that raises is another mode
         return False
-    return bool(np.array_equal(outcomes[0].output, outcomes[1].output, equal_nan=True)) and all(
-        np.array_equal(outcome.tensors[name], value) for outcome in outcomes for name, value in values.items()
-    )
+    return bool(np.array_equal(y, z, equal_nan=True)) and not moved and not also
 
 
 def depends_on_chance(box: ModuleBox) -> float:

@@ -12,8 +12,9 @@ from normscope.identify.partition import Factor, Partition
 from normscope.identify.probing import direction
 from normscope.identify.result import Evidence
 from normscope.identify.spelling import spellings
-from normscope.identify.stored_statistics import Law, Stored, law_of_variance, update_rule
+from normscope.identify.stored_statistics import Stored, update_rule
 from normscope.identify.tensor_roles import Role
+from normscope.identify.variance_law import Law, law_of_variance
 from normscope.spec import NormSpec, Running, RunningState
 
 FITTED = 1e-6
@@ -126,10 +127,8 @@ def _stored(spec: NormSpec, fixed: InMode) -> tuple[Stored, Law]:
         raise NotOfTheFamily(f"a fixed map is made of one stored mean and one variance; it has {names}")
     inputs = direction(fixed.box.shape, 105), direction(fixed.box.shape, 106)
     law = law_of_variance(fixed.neutral, stored.var, fixed.roles[stored.var].shape, inputs)
-    if law is None:
-        raise NotOfTheFamily(
-            f"{stored.var} enters by no known law: with the slope a, neither 1/a^2 nor 1/a is a line in it or its root"
-        )
+    if isinstance(law, str):
+        raise NotOfTheFamily(law)
     return stored, law
 
 
@@ -142,12 +141,9 @@ def _require_known_roles(mode: InMode) -> None:
     word = "training" if mode.training else "evaluation"
     for role in mode.named("mixed"):
         raise NotOfTheFamily(f"one output depends on several numbers of {role.name}")
+    if not mode.fixed and (reason := reads_what_it_moves(mode)):
+        raise NotOfTheFamily(reason)
     for role in () if mode.fixed else mode.named("nonlinear", "mean"):
-        if role.name in mode.moved:
-            raise NotOfTheFamily(
-                f"the output of {word} depends on {role.name}, which the call moves, and on statistics of the input, "
-                "as in batch renormalization"
-            )
         raise NotOfTheFamily(
             f"{role.name} bends the output of {word}, as a learned eps or exponent does: it is no weight, bias, stored "
             "mean or stored variance"
@@ -167,6 +163,17 @@ def _units_of(spec: NormSpec, equivalent: tuple[NormSpec, ...]) -> tuple[NormSpe
         for other in equivalent
     ]
     return tuple(one for one in dict.fromkeys(found) if one != spec)
+
+
+def reads_what_it_moves(mode: InMode) -> str:
+    """Why a module whose output depends on statistics that the call itself moves is not identified; "" for others."""
+    names = [role.name for role in mode.roles.values() if role.kind != "none" and role.name in mode.moved]
+    if not names:
+        return ""
+    return (
+        f"its output depends on {' and '.join(names)}, which the call itself moves, and on statistics of the input, as "
+        "in batch renormalization"
+    )
 
 
 def _agrees(spec: NormSpec, law: Law) -> bool:

@@ -23,9 +23,9 @@ from normscope.identify.module_box import ModuleBox, box_of_module, call_of
 from normscope.identify.module_casts import casts, machine_epsilon
 from normscope.identify.module_mode import InMode, depends_on_chance, look, same_in_both, with_room
 from normscope.identify.module_parameters import NoAxes
-from normscope.identify.module_state import NotOfTheFamily, Whole, whole_of
+from normscope.identify.module_state import NotOfTheFamily, Whole, reads_what_it_moves, whole_of
 from normscope.identify.module_verified import Verified, verified
-from normscope.identify.result import Identification
+from normscope.identify.result import Evidence, Identification
 from normscope.identify.spelling import names_of
 
 
@@ -72,7 +72,12 @@ def identify_module(
         return replace(answer, reason=reason)
     here = look(here_box, here_trains, layout)
     if here.core.reason is not None:
-        return replace(answer, reason=here.core.reason, evidence=here.core.evidence, notes=here.core.notes)
+        return replace(
+            answer,
+            reason=reads_what_it_moves(here) or here.core.reason,
+            evidence=here.core.evidence,
+            notes=(*answer.notes, *here.core.notes),
+        )
     there, unlike = _other_mode(here_box, here, layout)
     if unlike:
         answer = _noted(answer, unlike)
@@ -88,8 +93,8 @@ def identify_module(
     modes = [here] if there is None else [here, there]
     checked = verified(whole, modes, shape)
     if checked.contradiction:
-        evidence = (*whole.evidence, checked.evidence)
-        return replace(answer, reason=checked.contradiction, evidence=evidence, max_error=checked.error)
+        answer = replace(answer, max_error=checked.error)
+        return _opaque(answer, here, layout, checked.contradiction, (*whole.evidence, checked.evidence))
     return _finished(answer, whole, here, module, training, checked)
 
 
@@ -152,13 +157,34 @@ def _finished(
     )
 
 
-def _opaque(answer: Identification, here: InMode, layout: str | None, reason: str) -> Identification:
-    """Out of the family by what its tensors do; as a function of its input alone it may still be a member."""
+def _opaque(
+    answer: Identification, here: InMode, layout: str | None, reason: str, evidence: tuple[Evidence, ...] = ()
+) -> Identification:
+    """Out of the family by what its tensors do; as a function of its input alone it may still be a member.
+
+    Where they only multiply and add, the function counts: its gain and bias are made of several tensors. Where gain
+    and bias follow another input of the call, they are an input.
+    """
     bare = identify_box(here.box, here.box.shape, layout=layout)
-    notes = answer.notes
-    if bare.spec is not None:
-        notes = (*notes, f"with its numbers as they are it computes: {bare.spec}")
-    return replace(answer, reason=reason, evidence=(*here.core.evidence, *here.tensor_evidence), notes=notes)
+    evidence = evidence or (*here.core.evidence, *here.tensor_evidence)
+    if bare.spec is None:
+        return replace(answer, reason=reason, evidence=evidence)
+    mode = "batch" if bare.spec.properties(here.box.shape).couples_samples else "input"
+    if other := here.box.other_inputs_that_act():
+        spec = bare.spec.replace(source="input")
+        notes = (
+            *answer.notes,
+            *bare.notes,
+            f"its gain and bias follow {' and '.join(other)}, at the values of the example",
+        )
+        return replace(bare, spec=spec, name=answer.name, mode=mode, notes=notes)
+    acting = here.named("gain", "bias", "mean", "nonlinear", "mixed")
+    if len(acting) > 2 and all(role.kind in ("gain", "bias") for role in acting):
+        names = ", ".join(role.name for role in acting)
+        notes = (*answer.notes, *bare.notes, f"its gain and bias are made of several tensors: {names}")
+        return replace(bare, name=answer.name, mode=mode, notes=notes)
+    notes = (*answer.notes, f"with its numbers as they are it computes: {bare.spec}")
+    return replace(answer, reason=reason, evidence=evidence, notes=notes)
 
 
 def _noted(answer: Identification, note: str) -> Identification:

@@ -1,8 +1,14 @@
-"""Stored statistics: the law by which a variance enters in evaluation, and the rule by which training moves it."""
+"""The rule by which training moves stored statistics, from calls in a row.
+
+A call of a norm with virtual batches updates once for each; its input then holds the same virtual batch several times,
+so that k updates by the fraction m are one by 1 - (1 - m)^k.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,73 +17,11 @@ from normscope import reference
 from normscope.identify.module_box import Array, ModuleBox, Outcome
 from normscope.identify.parameter_axes import Placed
 from normscope.identify.result import Evidence
+from normscope.identify.variance_law import short
 from normscope.spec import NormSpec, Running, RunningState
 
-LEVELS = (0.0, 0.25, 1.0, 4.0)
-"""values that a stored variance is set to"""
-LAW = 1e-10
-"""largest misfit of a law, relative: rounding gives 1e-15, the wrong law 1e-3"""
 RULE = 1e-9
 BATCHES = 3
-
-
-@dataclass(frozen=True)
-class Law:
-    """The denominator as a function of the stored variance: gain / sqrt(v + eps), and the like."""
-
-    gain: float
-    eps: float
-    eps_at: str
-    evidence: Evidence
-
-
-def law_of_variance(
-    box: ModuleBox, name: str, shape: tuple[int, ...], inputs: tuple[Array, Array]
-) -> Law | None:
-    """Set a stored variance to some values and see which law the slope of the map follows; None for no law known.
-
-    ``box`` has gains of 1, so the slope is gain / denominator.
-    """
-    one, other = inputs
-    inverse = []
-    for v in LEVELS:
-        at = box.set({name: np.full(shape, v)})
-        slopes = (at(one) - at(other)) / (one - other)
-        inverse.append(1.0 / float(np.median(slopes)))
-    at_zero, quarter, unit, four = inverse
-    at_zero = at_zero if np.isfinite(at_zero) else 0.0  # without eps it is 0 / 0
-    inside = _line(0.25, 1.0, 4.0, quarter**2, unit**2, four**2)
-    outside = _line(0.5, 1.0, 2.0, quarter, unit, four)
-    misfits = {"1/a^2 linear in v": inside[2], "1/a linear in sqrt(v)": outside[2]}
-    found: tuple[float, float, str] | None = None
-    if inside[2] < LAW and abs(at_zero**2 - inside[1]) <= LAW * unit**2 and inside[0] > 0:
-        found = (inside[0] ** -0.5, at_zero**2 / inside[0], "variance")
-    elif outside[2] < LAW and outside[0] > 0:
-        eps_at = "std" if abs(at_zero - outside[1]) <= LAW * unit else "max"
-        found = (1 / outside[0], at_zero / outside[0], eps_at)
-    if found is None:
-        return None
-    gain, eps, eps_at = (_round(found[0]), _round(found[1]), found[2])
-    where = {"variance": "inside the root", "std": "outside the root", "max": "as the least root"}[eps_at]
-    evidence = Evidence(
-        f"{name} is the stored variance, with eps {eps:g} {where}",
-        f"{name} set to {', '.join(f'{v:g}' for v in LEVELS)}, and the slope a of the map read",
-        {f"misfit of {what}": value for what, value in misfits.items()},
-    )
-    return Law(gain, eps, eps_at, evidence)
-
-
-def _line(x1: float, x2: float, x3: float, y1: float, y2: float, y3: float) -> tuple[float, float, float]:
-    """Slope and intercept through the outer points, and the misfit of the middle one relative to it."""
-    slope = (y3 - y1) / (x3 - x1)
-    intercept = y1 - slope * x1
-    return slope, intercept, abs(intercept + slope * x2 - y2) / abs(y2)
-
-
-def _round(value: float) -> float:
-    """The number of at most 6 digits that lies within rounding of it, if there is one."""
-    short = float(f"{value:.6g}")
-    return short if abs(value - short) <= 1e-9 * abs(value) else value
 
 
 @dataclass(frozen=True)
@@ -116,62 +60,84 @@ def consecutive(box: ModuleBox, inputs: list[Array]) -> list[Outcome]:
 def update_rule(box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str, Array]) -> Rule | None:
     """How stored statistics follow `BATCHES` different batches; None where no rule of the family does it.
 
-    The fraction m of each update is fitted to run <- (1 - m) run + m mean. Constant fractions are an exponential
+    The fraction m of each update is fitted to run <- (1 - m) run + m batch. Constant fractions are an exponential
     average, 1/k in the k-th update a plain one. The correction follows from the stored variance over the biased one.
     """
     random = np.random.default_rng(21)
-    inputs = [k + (1.0 + k) * random.standard_normal(box.shape) for k in range(BATCHES)]
-    outcomes = consecutive(box.set(start), inputs)
-    once = spec.replace(running=Running(momentum=1.0, correction=0, over=stored.placed.axes))
-    before = stored.state(start)
-    fractions, ratios = [], []
-    for x, outcome in zip(inputs, outcomes, strict=True):
-        after = stored.state(outcome.tensors)
-        batch = reference.update_running(before, x, once)
-        step = batch.mean - before.mean
-        fractions.append(float(np.sum((after.mean - before.mean) * step) / np.sum(step * step)))
-        if np.array_equal(after.mean, before.mean) and np.array_equal(after.var, before.var):
-            fractions[-1] = 0.0
-            ratios.append(1.0)
-            continue
-        if fractions[-1] == 0:
-            return None
-        target = before.var + (after.var - before.var) / fractions[-1]
-        ratios.append(float(np.median(target / batch.var)))
-        before = after
+    draws = [k + (1.0 + k) * random.standard_normal(box.shape) for k in range(BATCHES)]
+    inputs, turns = zip(*(_like_virtual_batches(spec, x) for x in draws), strict=True)
+    outcomes = consecutive(box.set(start), list(inputs))
+    states = [stored.state(start), *(stored.state(outcome.tensors) for outcome in outcomes)]
+    fractions, ratios = _fractions(spec, stored, inputs, states)
+    if not all(0 <= m <= 1 + RULE for m in fractions):
+        return None
     counts = [1 / m if m else np.inf for m in fractions]
     plain = all(abs(n - counts[0] - k) < 1e-6 for k, n in enumerate(counts))
-    constant = max(fractions) - min(fractions) < RULE
-    if not (plain or constant):
+    if not plain and max(fractions) - min(fractions) > RULE:
         return None
-    momentum = None if plain else _round(float(np.mean(fractions)))
+    m = min(float(np.mean(fractions)), 1.0)
+    momentum = None if plain else short(1 - (1 - m) ** (1 / turns[0]))
     n = spec.bind(box.shape).set_size
-    correction = _near_integer(n * (1 - 1 / float(np.median(ratios))))
-    running = Running(momentum=momentum, correction=max(correction, 0.0), over=stored.placed.axes)
-    state, error = stored.state(start, round(counts[0]) - 1 if plain else 0), 0.0
+    ratio = float(np.median(ratios))
+    correction = max(_near_integer(n * (1 - 1 / ratio)), 0.0)
+    running = Running(momentum=momentum, correction=correction, over=stored.placed.axes)
     told = spec.replace(running=running)
-    for x, outcome in zip(inputs, outcomes, strict=True):
+    state = stored.state(start, round((counts[0] - 1) * turns[0]) if plain else 0)
+    error = 0.0
+    for x, after in zip(inputs, states[1:], strict=True):
         state = reference.update_running(state, x, told)
-        after = stored.state(outcome.tensors)
         for ours, theirs in ((state.mean, after.mean), (state.var, after.var)):
             error = max(error, float(np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))))
     if error > RULE:
         return None
     how = "as the plain mean over batches" if plain else f"by {momentum:g} of the way to each batch"
     stands = "unbiased" if correction == 1 else "biased" if correction == 0 else f"correction {correction:g}"
-    counters = [
-        name
-        for name, first in outcomes[0].tensors.items()
-        if first.size == 1 and all(o.tensors[name] == first + k for k, o in enumerate(outcomes))
-    ]
-    counted = f"; {' and '.join(counters)} counts the calls" if counters else ""
+    counters = _counters(outcomes)
+    counted = f"; {' and '.join(counters)} counts the updates" if counters else ""
     evidence = Evidence(
         f"{stored.mean} and {stored.var} move {how}, the stored variance {stands}{counted}",
         f"{BATCHES} training calls in a row with different batches",
-        {f"fraction of update {k + 1}": m for k, m in enumerate(fractions)}
-        | {"stored over biased variance": float(np.median(ratios)), "largest error": error},
+        {f"fraction of call {k + 1}": m for k, m in enumerate(fractions)}
+        | {"stored over biased variance": ratio, "largest error": error},
     )
     return Rule(told.running or running, evidence, error)
+
+
+def _like_virtual_batches(spec: NormSpec, x: Array) -> tuple[Array, int]:
+    """The input with its first virtual batch in place of all, and how many there are."""
+    bound = spec.bind(x.shape)
+    names = [axis.name for axis in bound.axes]
+    if "v" not in bound.kept or bound.ragged:
+        return x, 1
+    at = names.index("v")
+    grid = x.reshape(bound.shape)
+    first = np.repeat(np.take(grid, [0], axis=at), bound.shape[at], axis=at)
+    return first.reshape(x.shape), bound.shape[at]
+
+
+def _fractions(
+    spec: NormSpec, stored: Stored, inputs: Sequence[Array], states: Sequence[RunningState]
+) -> tuple[list[float], list[float]]:
+    """For each call the part of the way to the batch's statistics, and the stored variance over the biased one."""
+    whole = spec.replace(running=Running(momentum=1.0, correction=0, over=stored.placed.axes))
+    fractions, ratios = [], []
+    for x, before, after in zip(inputs, states, states[1:], strict=False):
+        batch = reference.update_running(before, x, whole)
+        step = batch.mean - before.mean
+        m = float(np.sum((after.mean - before.mean) * step) / np.sum(step * step))
+        fractions.append(m)
+        ratios.append(float(np.median((before.var + (after.var - before.var) / m) / batch.var)) if m else 1.0)
+    return fractions, ratios
+
+
+def _counters(outcomes: Sequence[Outcome]) -> list[str]:
+    """Names of single numbers that grow by the same step with every call."""
+    found = []
+    for name, first in outcomes[0].tensors.items():
+        steps = [float((b.tensors[name] - a.tensors[name]).sum()) for a, b in pairwise(outcomes)]
+        if first.size == 1 and steps[0] >= 1 and len(set(steps)) == 1:
+            found.append(name)
+    return found
 
 
 def _near_integer(value: float) -> float:
