@@ -1,7 +1,7 @@
 """The page that people look at: findings, the network, its sites and their pictures, in one file.
 
-What a browser gets is plain HTML that reads without script. The script only filters, sorts and saves pictures; it is let
-in by its hash, and nothing else may run or load (a content security policy).
+What a browser gets is plain HTML that reads without script. The script only filters, sorts and saves pictures; it is
+let in by its hash, and nothing else may run or load (a content security policy).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from normscope.doctor.rules import all_rules
 from normscope.doctor.suppress import told
 from normscope.render import page_findings, page_sites
 from normscope.render.charts import PALETTE, Figure, network_figures, sensitivity_words, site_figures
+from normscope.render.grouping import counted
 from normscope.render.text import reasons, summary
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ BYTES = 1_900_000
 def document(report: Report) -> str:
     """The whole page."""
     sites = page_sites.site_views(report)
-    frame = {
+    frame: dict[str, Any] = {
         "title": report.target or "model",
-        "summary": summary(report),
+        "lead": _lead(report),
         "sites": sites,
         "columns": page_sites.COLUMNS,
         "symbols": page_findings.SYMBOLS,
@@ -55,7 +56,7 @@ def document(report: Report) -> str:
         "network": network_figures(report.sites, report.measurements),
         "style": Markup(_style()),
         "script": Markup(_text("page.js")),
-        "policy": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src '{_hash(_text('page.js'))}'",
+        "policy": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {_allowed()}",
     }
     template = _environment().get_template("page.html")
     frame |= {"portraits": [], "left_out": [], "drawn": set()}
@@ -68,6 +69,12 @@ def document(report: Report) -> str:
         "left_out": [site for site in sites if site.number not in drawn],
     }
     return template.render(frame)
+
+
+def _lead(report: Report) -> str:
+    unknown = sum(row.spec is None for row in report.sites)
+    said = counted(len(report.sites), "normalization") + (f", {unknown} not identified" if unknown else "")
+    return f"{said}; {summary(report)}" if report.suppressed or not report.findings else said
 
 
 def _totals(report: Report) -> list[tuple[str, int, str]]:
@@ -94,7 +101,7 @@ def _portraits(sites: list[page_sites.SiteView], room: int) -> Iterator[dict[str
             "words": sensitivity_words(site.measured["sensitivity"])
             if "sensitivity" in site.measured
             else "",
-            "open": count < OPEN and site.state in ("error", "warning"),
+            "open": count == 0 or (count < OPEN and site.state in ("error", "warning")),
         }
         room -= len(template.render(portrait=portrait, symbols=page_findings.SYMBOLS).encode())
         if room < 0:
@@ -103,7 +110,7 @@ def _portraits(sites: list[page_sites.SiteView], room: int) -> Iterator[dict[str
 
 
 def _most_telling(sites: list[page_sites.SiteView]) -> list[page_sites.SiteView]:
-    """Sites with errors and warnings first; the others evenly over the network, so that any beginning of them is spread."""
+    """Sites with errors and warnings first; the others so that any beginning of them is spread over the network."""
     grave = [s for state in ("error", "warning") for s in sites if s.state == state]
     rest = [s for s in sites if s.state not in ("error", "warning")]
     room = max(1, MOST_DRAWN - len(grave))
@@ -145,8 +152,9 @@ def _style() -> str:
     return f"{_text('page.css')}@media (prefers-color-scheme: dark) {{\n{turned}\n}}\n"
 
 
-def _hash(script: str) -> str:
-    return f"sha256-{b64encode(sha256(script.encode()).digest()).decode()}"
+def _allowed() -> str:
+    """The page's own script, and no other."""
+    return f"'sha256-{b64encode(sha256(_text('page.js').encode()).digest()).decode()}'"
 
 
 # Filters of the templates -------------------------------------------------------------------------------

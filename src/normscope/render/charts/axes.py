@@ -6,7 +6,7 @@ from itertools import groupby, product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from normscope.render.charts.figure import BLUE, MUTED, PALE, Figure, data, figure
+from normscope.render.charts.figure import BLUE, MUTED, PALE, WIDTH, Figure, data, drawing, figure
 from normscope.spec import PatternError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ GAP = 0.6
 """before a new place on an outer axis, in cells; half of it one level further in, and so on"""
 CELL = 0.86
 UNIT = 20.0
-"""pixels"""
+"""pixels of a cell, where there is room for it"""
 
 Part = tuple[str, bool, int]
 """neighbouring axes that are kept or erased alike: name, kept, number of places"""
@@ -89,7 +89,7 @@ def _places(parts: list[Part], most: tuple[int, ...]) -> list[tuple[float, bool]
 
 
 def _picture(axes: tuple[Axis, ...]) -> Any:
-    import altair
+    altair = drawing()
 
     down, across = _parts([a for a in axes if a.dim == 0]), _parts([a for a in axes if a.dim != 0])
     rows, columns = _places(down, DOWN), _places(across, ACROSS[min(len(across), 4) - 1])
@@ -99,6 +99,7 @@ def _picture(axes: tuple[Axis, ...]) -> Any:
         for x, there in columns
     ]
     wide, high = columns[-1][0] + CELL, rows[-1][0] + CELL
+    unit = min(UNIT, WIDTH / wide)
 
     def title(parts: list[Part]) -> str:
         return "  ›  ".join(f"{what} ({size}, {'kept' if kept else 'erased'})" for what, kept, size in parts)
@@ -115,7 +116,7 @@ def _picture(axes: tuple[Axis, ...]) -> Any:
         )
 
     return (
-        altair.Chart(data(cells), width=wide * UNIT, height=high * UNIT)
+        altair.Chart(data(cells), width=wide * unit, height=high * unit)
         .mark_rect()
         .encode(
             x=altair.X("x:Q", axis=axis(across, "top"), scale=altair.Scale(domain=[0, wide], nice=False)),

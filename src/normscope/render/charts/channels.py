@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from normscope.render.charts.figure import BLUE, HEIGHT, MUTED, WIDTH, Figure, data, figure, log_axis, number
+from normscope.render.charts.figure import (
+    BLUE,
+    HEIGHT,
+    MUTED,
+    WIDTH,
+    Figure,
+    data,
+    drawing,
+    figure,
+    log_axis,
+    number,
+)
 
 
 def channel_figures(measured: Mapping[str, Any]) -> list[Figure]:
@@ -19,7 +30,7 @@ def _rows(measured: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
 
 
 def _means(measured: Mapping[str, Any]) -> Figure:
-    import altair
+    altair = drawing()
 
     rows = _rows(measured, "mean")
     values = [row[key] for row in rows for key in ("running", "batch")]
@@ -39,7 +50,7 @@ def _means(measured: Mapping[str, Any]) -> Figure:
 
 
 def _variances(measured: Mapping[str, Any]) -> Figure | None:
-    import altair
+    altair = drawing()
 
     rows = _rows(measured, "var")
     shown = [row for row in rows if row["running"] > 0 and row["batch"] > 0]
@@ -56,7 +67,7 @@ def _variances(measured: Mapping[str, Any]) -> Figure | None:
 
 
 def _scatter(rows: list[dict[str, Any]], x: Any, y: Any, low: float, high: float) -> Any:
-    import altair
+    altair = drawing()
 
     ends = altair.Chart(data([{"running": low, "batch": low}, {"running": high, "batch": high}]))
     points = altair.Chart(data(rows), width=WIDTH, height=HEIGHT)
@@ -70,7 +81,7 @@ def _caption(measured: Mapping[str, Any], what: str, rows: list[dict[str, Any]])
     worst = rows[0]
     told = len(rows)
     some = (
-        f"{told} of {measured['channels']} channels, the half of them that lie farthest apart and an even choice of the others"
+        f"{told} of {measured['channels']} channels, half of them those farthest apart, the others an even choice"
         if told < measured["channels"]
         else f"All {told} channels"
     )

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from normscope.render.charts.figure import BLUE, HEIGHT, ORANGE, WIDTH, Figure, data, figure, log_axis, number
+from normscope.render.charts.figure import (
+    BLUE,
+    HEIGHT,
+    ORANGE,
+    WIDTH,
+    Figure,
+    data,
+    drawing,
+    figure,
+    log_axis,
+    number,
+)
 
 
 def conditioning_figure(measured: Mapping[str, Any]) -> Figure | None:
     """None where no set compared has a mean to take off and an error that is a number."""
-    import altair
+    altair = drawing()
 
     kinds = ("measured", "allowed by rounding")
     rows = [

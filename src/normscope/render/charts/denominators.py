@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from normscope.render.charts.figure import BLUE, HEIGHT, ORANGE, WIDTH, Figure, data, figure, log_axis, number
+from normscope.render.charts.figure import (
+    BLUE,
+    HEIGHT,
+    ORANGE,
+    WIDTH,
+    Figure,
+    data,
+    drawing,
+    figure,
+    log_axis,
+    number,
+)
 
 MODES = {"batch": "of the batch", "input": "of the input", "running": "stored", "frozen": "stored, frozen"}
 
 
 def denominator_figure(measured: Sequence[Mapping[str, Any]]) -> Figure | None:
     """A histogram for each kind of statistics that normalizes there, one above the other on one axis."""
-    import altair
+    altair = drawing()
 
     if not measured:
         return None

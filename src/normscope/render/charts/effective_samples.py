@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from normscope.render.charts.figure import BLUE, INK, WIDTH, Figure, data, figure, log_axis, number
+from normscope.render.charts.figure import BLUE, INK, WIDTH, Figure, data, drawing, figure, log_axis, number
 
 
 def effective_samples_figure(measured: Mapping[str, Any]) -> Figure:
-    import altair
+    altair = drawing()
 
     elements = measured["samples"] * measured["elements"]
     rows = [
@@ -17,10 +17,7 @@ def effective_samples_figure(measured: Mapping[str, Any]) -> Figure:
         {"what": "independent values", "count": measured["effective"]},
         {"what": "elements", "count": elements},
     ]
-    shown = [
-        {**row, "text": number(float(row["count"])) if row["count"] >= 1e6 else f"{row['count']:.0f}"}
-        for row in rows
-    ]
+    shown = [{**row, "text": number(row["count"])} for row in rows]
     y = altair.Y(
         "what:N", sort=None, axis=altair.Axis(title=None, domain=False, ticks=False, labelFontSize=12)
     )
@@ -31,7 +28,7 @@ def effective_samples_figure(measured: Mapping[str, Any]) -> Figure:
         base.mark_text(align="left", dx=4, color=INK).encode(x=x, y=y, text="text:N"),
     )
     caption = (
-        f"A batch mean of this site averages {elements} elements of {measured['samples']} samples; it varies like the mean of "
-        f"{number(measured['effective'])} independent values, {number(measured['per_sample'])} a sample."
+        f"A batch mean of this site averages {elements} elements of {measured['samples']} samples; it varies like the "
+        f"mean of {number(measured['effective'])} independent values, {number(measured['per_sample'])} a sample."
     )
     return figure("effective-samples", "Effective sample size", caption, chart, rows)

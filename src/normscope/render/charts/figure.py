@@ -75,6 +75,13 @@ def figure(key: str, title: str, caption: str, chart: Any, rows: Rows) -> Figure
     return Figure(key, title, caption, drawn(chart), table(rows))
 
 
+def drawing() -> Any:
+    """Altair, imported where a chart is made: it takes half a second."""
+    import altair
+
+    return altair
+
+
 def drawn(chart: Any) -> str:
     """An Altair chart as SVG."""
     import vl_convert
@@ -93,14 +100,14 @@ def table(rows: Rows) -> str:
 
 def data(rows: Iterable[dict[str, Any]]) -> Any:
     """Rows as data inside a chart."""
-    import altair
+    altair = drawing()
 
     return altair.Data(values=list(rows))
 
 
 def log_axis(channel: Any, name: str, title: str, values: Iterable[float]) -> Any:
     """A position channel on a logarithmic scale over these values, all above 0."""
-    import altair
+    altair = drawing()
 
     known = list(values)
     low, high = math.log10(min(known)), math.log10(max(known))
@@ -131,9 +138,9 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """For captions: three significant digits.
+    """For captions: three significant digits, whole numbers below a million in full.
 
-    >>> number(0.00316228), number(4096), number(1.5e-07)
+    >>> number(0.00316228), number(4096.4), number(1.5e-07)
     ('0.00316', '4096', '1.5e-07')
     """
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+    return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"

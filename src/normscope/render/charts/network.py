@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from normscope.render.charts.figure import BLUE, HEIGHT, ORANGE, Figure, data, figure, log_axis, number
+from normscope.render.charts.figure import (
+    BLUE,
+    HEIGHT,
+    ORANGE,
+    Figure,
+    data,
+    drawing,
+    figure,
+    log_axis,
+    number,
+)
 from normscope.render.grouping import label
 
 if TYPE_CHECKING:
     from normscope.doctor.report import SiteRow
 
-WIDE = 480
+WIDE = 320
 LIVE = ("batch", "input")
 
 
@@ -23,7 +33,7 @@ def network_figures(sites: Sequence[SiteRow], measurements: Mapping[str, Mapping
 
 
 def _variances(numbered: list[tuple[int, str, Mapping[str, Any]]]) -> Figure | None:
-    import altair
+    altair = drawing()
 
     rows = []
     for i, name, measured in numbered:
@@ -51,7 +61,7 @@ def _variances(numbered: list[tuple[int, str, Mapping[str, Any]]]) -> Figure | N
         for r in shown
     ]
     x = _number_axis(numbered)
-    y = log_axis(altair.Y, "low", "under the root", values)
+    y = log_axis(altair.Y, "low", "variance", values)
     base = altair.Chart(data(flat), width=WIDE, height=HEIGHT)
     chart = altair.layer(
         base.mark_rule(color=BLUE, strokeWidth=2).encode(x=x, y=y, y2="high:Q"),
@@ -63,14 +73,14 @@ def _variances(numbered: list[tuple[int, str, Mapping[str, Any]]]) -> Figure | N
     least = min(shown, key=lambda row: row["median"])
     caption = (
         f"Variance (mean square without centering) of the statistic sets of {len(shown)} sites: median (dot) and the "
-        f"middle 90 % (line); ticks are eps. The smallest median is {number(least['median'])}, at {least['site']}, with eps "
-        f"{number(least['eps'])}."
+        f"middle 90 % (line); ticks are eps. The smallest median is {number(least['median'])}, at {least['site']}, "
+        f"with eps {number(least['eps'])}."
     )
     return figure("network-variances", "Variances along the network", caption, chart, rows)
 
 
 def _errors(numbered: list[tuple[int, str, Mapping[str, Any]]]) -> Figure | None:
-    import altair
+    altair = drawing()
 
     kinds = ("measured", "allowed by rounding")
     rows = [
@@ -105,7 +115,7 @@ def _errors(numbered: list[tuple[int, str, Mapping[str, Any]]]) -> Figure | None
 
 
 def _number_axis(numbered: list[tuple[int, str, Mapping[str, Any]]]) -> Any:
-    import altair
+    altair = drawing()
 
     return altair.X(
         "number:Q",

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from normscope.render.charts.figure import BLUE, INK, LINE, MUTED, Figure, data, figure, number
+from normscope.render.charts.figure import BLUE, LINE, MUTED, Figure, data, drawing, figure, number
 
 SIDE = 230
-LABELLED = 8
-"""samples up to which each cell says its number"""
 
 
 def sensitivity_figure(measured: Mapping[str, Any]) -> Figure | None:
     """None where no sample moves another; :func:`sensitivity_words` says so."""
-    import altair
+    altair = drawing()
 
     samples, matrix = measured["samples"], measured["matrix"]
     if not samples:
@@ -42,9 +40,9 @@ def sensitivity_figure(measured: Mapping[str, Any]) -> Figure | None:
     ]
     chart = altair.layer(*layers)
     caption = (
-        f"Training mode, {len(samples)} samples of the batch. A cell says how fast one sample's normalized output moves, in its standard "
-        f"deviations, per relative change of another's input: {number(least)} to {number(most)}, the darker the more; "
-        f"by its own input (dots) a sample moves at up to {number(max(row['rate'] for row in own))}."
+        f"Training mode, {len(samples)} samples of the batch. A cell says how fast a sample's normalized output moves, "
+        f"in standard deviations, per relative change of another's input: {number(least)} to {number(most)}, the "
+        f"darker the more; by its own input (dots) a sample moves at up to {number(max(row['rate'] for row in own))}."
     )
     return figure("companions", "Companion sensitivity", caption, chart, rows)
 

@@ -13,6 +13,7 @@ from normscope.render.charts.figure import (
     WIDTH,
     Figure,
     data,
+    drawing,
     figure,
     log_axis,
     number,
@@ -23,7 +24,7 @@ KINDS = ("kept", "suppressed", "removed")
 
 def spectrum_figure(measured: Mapping[str, Any], *, center: bool) -> Figure | None:
     """``center``: the site takes off a mean, so that the direction of a common shift is among those removed."""
-    import altair
+    altair = drawing()
 
     rows, rank = [], 0
     for level in measured["levels"]:
@@ -45,7 +46,7 @@ def spectrum_figure(measured: Mapping[str, Any], *, center: bool) -> Figure | No
     x = altair.X(
         "first:Q",
         scale=altair.Scale(domain=[0, rank + 1], nice=False),
-        axis=altair.Axis(title="direction, by rank", grid=False, tickMinStep=1, tickCount=5, format="~s"),
+        axis=altair.Axis(title="direction, by rank", grid=False, tickMinStep=1, tickCount=5, format=",d"),
     )
     y = log_axis(altair.Y, "at", "singular value", [bottom, max(above)])
     colour = altair.Color("direction:N", scale=altair.Scale(domain=list(KINDS), range=[BLUE, ORANGE, ORANGE]))
@@ -72,8 +73,8 @@ def _caption(measured: Mapping[str, Any], center: bool) -> str:
     if measured["mode"] in ("running", "frozen"):
         values = [level["value"] for level in found["kept"]]
         return (
-            f"Stored statistics normalize: each element is scaled alone, by {number(min(values))} to {number(max(values))} "
-            f"over {measured['size']} channels, and nothing is removed."
+            f"Stored statistics normalize: each element is scaled alone, by {number(min(values))} to "
+            f"{number(max(values))} over {measured['size']} channels, and nothing is removed."
         )
     which = f"The set {measured['set']}" if measured["set"] else "The whole input"
     said = [f"{v['times']} directions pass, at {number(v['value'])} = 1 / denominator" for v in found["kept"]]

@@ -15,7 +15,7 @@ _LONG = re.compile(r"-?\d+\.\d{3,}")
 def shrunk(svg: str) -> str:
     """The same picture in fewer bytes: no empty groups, no marks without paint, coordinates to a hundredth.
 
-    >>> shrunk('<svg xmlns="http://www.w3.org/2000/svg"><g class="a"><path d="M0,0.12345h1" stroke="red"/><g/></g></svg>')
+    >>> shrunk('<svg xmlns="http://www.w3.org/2000/svg"><g class="a"><path d="M0,0.123h1" stroke="red"/><g/></g></svg>')
     '<svg xmlns="http://www.w3.org/2000/svg"><g><path d="M0,0.12h1" stroke="red" /></g></svg>'
     """
     root = ElementTree.fromstring(svg)
