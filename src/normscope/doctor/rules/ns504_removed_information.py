@@ -23,11 +23,11 @@ relations, and at least 5 of each class; batch statistics and stored statistics 
 ```python
 import torch, normscope
 
-level = torch.randn(64, 1, 1, 1)
-images = level + torch.randn(64, 3, 8, 8)
+level = torch.randn(128, 1, 1, 1)
+images = level + torch.randn(128, 3, 8, 8)
 bright = (level.flatten() > 0).long()
 model = torch.nn.Sequential(
-    torch.nn.InstanceNorm2d(3), torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten()
+    torch.nn.InstanceNorm2d(3), torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten()
 )
 report = normscope.check(model, images, bright)
 print(report)
