@@ -69,6 +69,16 @@ class CenteringRMSNorm(Affine):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
+class LlamaLayerNorm(Affine):
+    """In float32, and the weight after casting back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y - y.mean(-1, keepdim=True)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype) + self.bias
+
+
 class ForgetfulLayerNorm(Affine):
     """Its eps is not used."""
 
@@ -351,13 +361,19 @@ def test_ns106_a_bad_gradient_is_for_information_where_no_set_is_constant() -> N
     assert found.severity == "info"
 
 
-def test_ns106_statistics_in_half_precision() -> None:
-    model = between(RightLayerNorm(8)).to(torch.bfloat16)
-    (found,) = check(model, torch.randn(6, 8).to(torch.bfloat16), "NS106").findings
-    assert found.evidence["deviations"] == ["its statistics are computed in bfloat16"]
-    assert (
-        check(
-            between(LlamaRMSNorm(8)).to(torch.bfloat16), torch.randn(6, 8).to(torch.bfloat16), "NS106"
-        ).findings
-        == ()
-    )
+@pytest.mark.parametrize(
+    ("norm", "said"),
+    [
+        (RightLayerNorm(8), ["its statistics are computed in bfloat16"]),
+        (
+            LlamaLayerNorm(8),
+            ["its weight is applied after casting back to bfloat16, as in Llama's RMS norm"],
+        ),
+        (LlamaRMSNorm(8), []),
+    ],
+)
+def test_ns106_casts_where_the_data_is_in_half_precision(norm: nn.Module, said: list[str]) -> None:
+    x = torch.randn(6, 8)
+    assert check(between(norm), x, "NS106").findings == ()
+    found = check(between(norm).to(torch.bfloat16), x.to(torch.bfloat16), "NS106").findings
+    assert [f.evidence["deviations"] for f in found] == ([said] if said else [])

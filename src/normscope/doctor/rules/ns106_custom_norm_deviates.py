@@ -4,9 +4,10 @@
 A norm that is a module of its own is identified by probing a copy of it, and compared with the norm of its name on
 your data. Reported are: an unbiased variance, eps outside the root or as a floor, a layer norm that subtracts no mean
 or an RMS norm that does, statistics that mix samples under the name of a norm that does not, an eps that the module
-holds and the function does not have, statistics computed in half precision, and a gradient that is not a number where
-a set is constant. Info; warning from an output that differs by 0.01 standard deviations on your data; error where it
-makes numbers into NaN there, or the gradient of a constant set that occurs.
+holds and the function does not have, statistics computed in half precision, a weight applied after casting back to
+it where the name is no RMS norm, and a gradient that is not a number where a set is constant. Info; warning from an
+output that differs by 0.01 standard deviations on your data; error where it makes numbers into NaN there, or the
+gradient of a constant set that occurs.
 
 ## Why it matters
 Code reviews read the name. Weights trained under one convention are loaded under the other when the hand-written
@@ -81,14 +82,15 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
             yield NotRun("NS106", site.reason, site.name)
             continue
         named = promised(site.type_name, site.spec)
-        deviations = [] if named is None else list(_deviations(site.spec, named[1]))
-        deviations += _always(site)
+        half = next((call.dtype for call in site.calls if call.dtype in HALF), "")
+        deviations = [] if named is None else list(_deviations(site.spec, named[1], half))
+        deviations += _always(site, half)
         if deviations:
             seen = subject.measured["named_norm"].get(site.name)
             yield _finding(site, deviations, None if named is None else named[0], seen)
 
 
-def _deviations(spec: NormSpec, named: NormSpec) -> Iterator[str]:
+def _deviations(spec: NormSpec, named: NormSpec, half: str) -> Iterator[str]:
     if spec.stats != named.stats:
         yield f"its statistics run over the samples ({spec.stats})"
     if spec.center != named.center:
@@ -99,17 +101,18 @@ def _deviations(spec: NormSpec, named: NormSpec) -> Iterator[str]:
         yield f"its variance is unbiased, over n - {spec.correction:g}"
     if spec.eps_at in PLACES:
         yield PLACES[spec.eps_at].format(eps=eps_text(spec.eps))
+    if half and named.center and spec.weight is not None and spec.cast.weight == "after":
+        yield f"its weight is applied after casting back to {half}, as in Llama's RMS norm"
 
 
-def _always(site: Site) -> Iterator[str]:
+def _always(site: Site, half: str) -> Iterator[str]:
     """What no name excuses."""
     spec = site.spec
     assert spec is not None
     held = next((v for n in EPS_NAMES if isinstance(v := getattr(site.module, n, None), float)), None)
     if held and not _has_eps(spec, held):
         yield f"its eps is lost: it holds {eps_text(held)} and computes as with {eps_text(spec.eps)}"
-    half = next((call.dtype for call in site.calls if call.dtype in HALF), None)
-    if half is not None and spec.cast.compute in (*HALF, "input"):
+    if half and spec.cast.compute in (*HALF, "input"):
         yield f"its statistics are computed in {half}"
     if _bad_gradient(site):
         yield "the gradient of a constant set is not a number"
