@@ -194,8 +194,9 @@ def distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], eps: floa
     variance + eps, over the channels that are finite and alive.
 
     >>> zero, one = torch.zeros(2), torch.ones(2)
-    >>> distance((zero, one), (2 * one, one), 0.0), distance((zero, one), (zero, math.e * one), 0.0)[1]
-    ((2.0, 0.0), 1.0)
+    >>> shift, log_var = distance((zero, one), (2 * one, 4 * one), 0.0)
+    >>> shift, round(math.exp(log_var), 9)
+    (2.0, 4.0)
     """
     (mean, var), (mean_now, var_now) = ([t.double().flatten() for t in pair] for pair in (one, other))
     live = (var > 0) & (var_now > 0)
