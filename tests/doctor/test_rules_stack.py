@@ -115,6 +115,21 @@ class TestRepeatedNorm:
 
         assert not found(Fork(), "NS108", torch.randn(16, 8, 6, 6))
 
+    def test_the_second_of_a_forked_stream_is_info(self) -> None:
+        """Normalized embeddings are the residual stream, and the first block begins as all do."""
+
+        class Stream(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = nn.functional.rms_norm(x, (8,))
+                return x + self.linear(nn.functional.rms_norm(x, (8,)))
+
+        (finding,) = found(Stream(), "NS108", torch.randn(16, 8))
+        assert (finding.site, finding.severity) == ("F.rms_norm#2", "info")
+
     def test_views_between_are_followed(self) -> None:
         class Turned(nn.Module):
             def __init__(self) -> None:

@@ -10,19 +10,20 @@ Looks at pairs of norms with nothing but views between them, and compares their 
   common factor and shift they get: layer norm after RMS norm, instance norm after batch norm or group norm. Nothing
   else may read the first one's output.
 
-Where that follows from the axes whatever the parameters are, it is a warning. Where it holds because the first norm's
-gain and bias are the same for every feature now (a fresh model), and training may change them, it is info; where they
-differ the second norm does something and the rule is silent. The statistics of the batch confirm it: silent where eps
-leaves the first norm's output more than 1 % short of unit size, since the second norm then makes up for it.
+Where that follows from the axes whatever the parameters are, it is a warning. It is info where it holds because the
+first norm's gain and bias are the same for every feature now (a fresh model), and training may change them; and where
+the first norm has other readers, so that it has a purpose of its own and the second is one of many (the first block
+behind normalized embeddings). Where gain or bias differ the second norm does something and the rule is silent. The
+statistics of the batch confirm it: silent where eps leaves the first norm's output more than 1 % short of unit size,
+since the second norm then makes up for it.
 
 ## Why it matters
 The layer costs time and memory, has a second gain and bias that do the first one's work, and is mostly a leftover of
 a change: the two are then not where their author thinks that they are.
 
 ## Known problems
-Two norms with only an activation or a residual sum between them are not redundant and not told. A layer norm on the
-embeddings before a pre-norm block (CLIP, BLOOM) has a reason, its output being the residual stream: in a fresh model
-it is told as info.
+Two norms with an activation or a residual sum between them are not redundant and not told. A norm on the embeddings
+before a pre-norm block (CLIP, Segformer, nanochat) has a reason, its output being the residual stream: info.
 
 ## Example
 ```python
@@ -94,7 +95,7 @@ def _judged(subject: Subject, first: Site, between: Neighbour, second: Site, cal
     short = _short_of_unit(subject, first)
     if short is not None and short > SHORT:
         return None
-    return _finding(first, second, found, short)
+    return _finding(first, second, found, short, between.consumers > 1)
 
 
 def _same_sizes(before: Call, call: Call, between: Neighbour) -> bool:
@@ -113,7 +114,7 @@ def _short_of_unit(subject: Subject, first: Site) -> float | None:
     return max((1 - s.shrinkage[0] for s in seen), default=None)
 
 
-def _finding(first: Site, second: Site, found: Redundancy, short: float | None) -> Finding:
+def _finding(first: Site, second: Site, found: Redundancy, short: float | None, fork: bool) -> Finding:
     which, other = (second, first) if found.which == "second" else (first, second)
     if found.which == "second":
         why = (
@@ -129,7 +130,7 @@ def _finding(first: Site, second: Site, found: Redundancy, short: float | None) 
     finding = Finding(
         code="NS108",
         site=which.name,
-        severity="info" if found.while_uniform else "warning",
+        severity="info" if found.while_uniform or fork else "warning",
         message=f"this norm is redundant: {why}{measured}.",
         evidence={
             "first": first.name,
@@ -137,6 +138,7 @@ def _finding(first: Site, second: Site, found: Redundancy, short: float | None) 
             "redundant": which.name,
             "patterns": [first.spec.stats, second.spec.stats] if first.spec and second.spec else [],
             "while_gain_is_uniform": found.while_uniform,
+            "first_has_other_readers": fork,
         },
         fix=f"remove it; fold its gain and bias into those of {label(other)}",
     )
