@@ -194,6 +194,19 @@ class TestRecomputation:
                 monitor.step()
         assert told(monitor) == [("NS310", "block.1", "warning", "recomputed")]
 
+    def test_the_first_call_of_step_ends_the_guessing(self) -> None:
+        """Until then each forward pass was taken for a step."""
+        model = Net()
+        optimizer = sgd(model)
+        with Monitor(model) as monitor:
+            for _ in range(3):
+                train(model, optimizer, steps=1, batches=4)
+                monitor.step()
+        assert told(monitor) == [("NS310", site, "info", "accumulation") for site in ("block.1", "tail.1")]
+        finding = next(f for f in monitor.report().findings if f.code == "NS310")
+        assert (finding.evidence["updates_per_step"], finding.evidence["steps"]) == (4, 2)
+        assert monitor.steps == 3
+
 
 class TestAccumulation:
     def test_it_is_info_and_names_the_batch(self) -> None:

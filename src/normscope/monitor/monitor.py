@@ -192,9 +192,14 @@ class Monitor:
 
     def step(self) -> None:
         """An optimizer step was made. Not needed where the monitor was given the optimizer."""
+        if not self._running or self._optimizers:
+            return
+        if not self._knows_steps and self.steps:  # forward passes were taken for steps until now
+            self.steps = 0
+            for watch in self._watches.values():
+                watch.forget_steps()
         self._knows_steps = True
-        if self._running and not self._optimizers:
-            self._stepped()
+        self._stepped()
 
     def batch(self, *inputs: Any) -> None:
         """A training forward on ``inputs`` begins. Needed only where the model itself is not called (a Lightning

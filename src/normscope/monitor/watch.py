@@ -95,6 +95,7 @@ class Watch:
         self.total_with_grad = self.without_grad = self.in_eval = self.recalibrated = self.stretches = 0
         self.shift = self.log_var = 0.0
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._partial = False
         self._clear()
 
     def _clear(self) -> None:
@@ -163,7 +164,7 @@ class Watch:
         asked = self.with_grad + checkpointed
         updates = asked + self.recomputed
         self.total_with_grad += asked + (self.recomputed if not asked else 0)
-        if whole and (updates or counted):
+        if whole and not self._partial and (updates or counted):
             self.steps.append(Step(updates or counted, self.recomputed, forwards, counted))
             self.whole += 1
         if unasked:
@@ -172,7 +173,14 @@ class Watch:
         if (unasked or self.in_eval) and self._first is not None and self._last is not None:
             shift, log_var = distance(self._first, self._last, float(getattr(self.module, "eps", 0.0) or 0.0))
             self.shift, self.log_var = max(self.shift, shift), max(self.log_var, log_var)
+        self._partial = False
         self._clear()
+
+    def forget_steps(self) -> None:
+        """What was taken for steps were none, and the one that ends now was not seen whole."""
+        self.steps.clear()
+        self.whole = 0
+        self._partial = True
 
     def typical(self, of: str) -> float:
         return float(median(getattr(step, of) for step in self.steps)) if self.steps else 0.0
