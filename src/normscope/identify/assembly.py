@@ -149,7 +149,8 @@ class Assembly:
 
 def gain_values(one: Fit, f: Prober, n: int) -> Values:
     """The gain, as well as it is known: a sum over a set of n rounds by some sqrt(n) units, on both sides."""
-    return Values(one.gain, 4 * one.gain_error + (16 + sqrt(n)) * f.roundoff * np.abs(one.gain))
+    sums = (16 + sqrt(n)) * f.roundoff * np.abs(one.gain) / np.clip(one.lever, f.roundoff, 1.0)
+    return Values(one.gain, 4 * one.gain_error + sums)
 
 
 def better_bias(one: Fit, observed: Sequence[Observation], bias: Values, partition: Partition) -> Values:

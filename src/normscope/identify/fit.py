@@ -54,6 +54,9 @@ class Fit:
     gain: Array
     """a, element by element, in the shape of the input"""
     gain_error: Array
+    """standard error of it"""
+    lever: Array
+    """the largest u / D at which it was seen: where that is small, an error of the mean counts much"""
     misfit: float
     """root mean square of what is left, in units of the rounding that is expected"""
 
@@ -78,8 +81,8 @@ class Data:
 
 
 def lay_out(observed: Sequence[Observation], partition: Partition, shape: Shape) -> Data:
-    labels = partition.labels.ravel()
-    rows = [_numerator_and_root(o.x.ravel(), labels, shape) for o in observed]
+    sets = Sets(partition.labels.ravel())
+    rows = [_numerator_and_root(o.x.ravel(), sets, shape) for o in observed]
     return Data(
         np.array([u for u, _ in rows]),
         np.array([root for _, root in rows]),
@@ -88,14 +91,32 @@ def lay_out(observed: Sequence[Observation], partition: Partition, shape: Shape)
     )
 
 
-def _numerator_and_root(x: Array, labels: Labels, shape: Shape) -> tuple[Array, Array]:
-    count = np.bincount(labels)
-    centered = x - (np.bincount(labels, x) / count)[labels]
-    centered = centered - (np.bincount(labels, centered) / count)[labels]
+class Sets:
+    """Means over sets by pairwise sums: a running sum over thousands of elements would lose digits."""
+
+    def __init__(self, labels: Labels) -> None:
+        self.labels = labels
+        self.order = np.argsort(labels, kind="stable")
+        self.sizes = np.bincount(labels)
+
+    def mean(self, values: Array) -> Array:
+        """The mean of its set, for every element."""
+        sorted_values = values[self.order]
+        if np.ptp(self.sizes) == 0:
+            means = sorted_values.reshape(len(self.sizes), -1).mean(axis=1)
+        else:
+            parts = np.split(sorted_values, np.cumsum(self.sizes)[:-1])
+            means = np.array([part.mean() for part in parts])
+        return np.asarray(means[self.labels])
+
+
+def _numerator_and_root(x: Array, sets: Sets, shape: Shape) -> tuple[Array, Array]:
+    centered = x - sets.mean(x)
+    centered = centered - sets.mean(centered)
     spread = centered if shape.about_mean else x
     largest = float(np.abs(spread).max()) or 1.0  # squares of 2^-480 are no numbers
-    root = np.sqrt(np.bincount(labels, (spread / largest) ** 2) / count) * largest
-    return centered if shape.center else x, root[labels]
+    root = np.sqrt(sets.mean((spread / largest) ** 2)) * largest
+    return centered if shape.center else x, root
 
 
 def denominator(root: Array, q: float, form: str) -> Array:
@@ -175,6 +196,7 @@ def fit(
 
 def _finish(data: Data, partition: Partition, shape: Shape, form: str, q: float, error: float) -> Fit:
     gain, gain_error, left = gain_of(data, q, form)
+    lever = np.abs(data.u / denominator(data.root, q, form)).max(axis=0)
     freedom = max(left.size - gain.size - 1, 1)
     misfit = float(np.sqrt(np.sum(left**2) / freedom))
     spread = max(misfit, 0.1)
@@ -186,6 +208,7 @@ def _finish(data: Data, partition: Partition, shape: Shape, form: str, q: float,
         gain.reshape(partition.shape),
         # scales of one direction round alike, so that their number does not average anything out
         (gain_error * spread * np.sqrt(len(left))).reshape(partition.shape),
+        lever.reshape(partition.shape),
         misfit,
     )
 
