@@ -12,6 +12,7 @@ from torch import nn
 import normscope.nn as own
 from normscope.identify.modules import identify_module
 from normscope.reading import read
+from normscope.spec import Running
 
 VERIFIED = 1e-9
 """the promise; float64 gives 1e-15"""
@@ -203,3 +204,32 @@ def test_compiled_modules_are_seen_through() -> None:
     found = identify_module(torch.compile(module), torch.zeros(4, 6))  # type: ignore[arg-type]
     assert found.spec is not None
     assert found.name == "module LayerNorm, in training"
+
+
+def test_a_single_channel_is_a_channel() -> None:
+    found = identify_module(nn.BatchNorm2d(1), torch.zeros(4, 1, 5, 3))
+    assert found.spec is not None, str(found)
+    assert (found.spec.stats, found.spec.weight, found.spec.bias) == ("b c ... -> c", "c", "c")
+
+
+def test_statistics_that_never_move() -> None:
+    found = identify_module(nn.BatchNorm2d(6, momentum=0.0), torch.zeros(4, 6, 3, 5))
+    assert found.spec is not None
+    assert found.spec.running == Running(momentum=0.0)
+    assert found.mode == "batch"
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_ruined_statistics_hide_nothing(value: float) -> None:
+    module = nn.BatchNorm2d(6).eval()
+    assert module.running_var is not None
+    module.running_var.fill_(value)
+    found = identify_module(module, torch.zeros(4, 6, 3, 5))
+    assert found.spec is not None, str(found)
+    assert (found.spec.eps, found.mode) == (1e-5, "running")
+
+
+def test_one_sample_of_which_training_takes_no_statistics() -> None:
+    found = identify_module(nn.BatchNorm1d(6), torch.zeros(1, 6))
+    assert found.spec is not None, str(found)
+    assert (found.spec.stats, found.mode) == ("b c ... -> c", "batch")

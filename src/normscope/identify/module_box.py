@@ -111,7 +111,7 @@ class ModuleBox:
         return tuple(self.call.example.shape)
 
     def __call__(self, x: Array) -> Array:
-        return self.run(x).output
+        return self.output_of(self.fork(), x)
 
     def set(self, settings: Mapping[str, Array]) -> ModuleBox:
         """The same function with other values in some tensors."""
@@ -127,9 +127,14 @@ class ModuleBox:
 
     def run_on(self, fork: nn.Module, x: Array, **extra: Any) -> Outcome:
         """One call of a fork, which keeps what the call writes into it."""
+        y = self.output_of(fork, x, **extra)
+        return Outcome(y, {name: as_array(tensor) for name, tensor in tensors_of(fork).items()})
+
+    def output_of(self, fork: nn.Module, x: Array, **extra: Any) -> Array:
+        """The output of one call of a fork."""
         with torch.no_grad():
             y = self.apply(fork, torch.from_numpy(np.array(x, dtype=np.float64)).to(self.dtype), **extra)
-        return Outcome(as_array(y), {name: as_array(tensor) for name, tensor in tensors_of(fork).items()})
+        return as_array(y)
 
     def moved(self, x: Array) -> tuple[Array, tuple[str, ...]]:
         """The output, and the names of the tensors that the call changed."""

@@ -103,6 +103,8 @@ def depends_on_chance(box: ModuleBox) -> float:
     """Largest change of the output with other random numbers, over the largest output."""
     x = direction(box.shape, 104)
     one, other = box(x), replace(box, seed=box.seed + 1)(x)
+    if np.array_equal(one, other, equal_nan=True):
+        return 0.0
     if one.shape != other.shape:
         return 1.0
-    return float(np.max(np.abs(one - other), initial=0.0) / (np.max(np.abs(one), initial=0.0) or 1.0))
+    return float(np.nanmax(np.abs(one - other)) / (np.nanmax(np.abs(one)) or 1.0))

@@ -77,9 +77,9 @@ def affine_values(
     refused = NoAxes("")
     for named, own in spelled(spec, mode.box.shape, layout):
         try:
-            where_gain = _place(named, [role for role, _ in gains], mode.box.shape)
-            where_bias = _place(named, list(biases), mode.box.shape)
-            where_state = _place(named, list(stored), mode.box.shape)
+            where_gain = _place(named, [role for role, _ in gains], mode.box.shape, own)
+            where_bias = _place(named, biases, mode.box.shape, own)
+            where_state = _place(named, stored, mode.box.shape, own)
         except NoAxes as error:
             refused = error
             continue
@@ -158,13 +158,15 @@ def stored_values(spec: NormSpec, mode: InMode) -> Stored | None:
     means, variances = mode.named("mean"), mode.named("nonlinear")
     if len(means) != 1 or len(variances) != 1:
         return None
-    placed = _place(spec, [means[0], variances[0]], mode.box.shape)
+    placed = _place(spec, [means[0], variances[0]], mode.box.shape, spec.weight)
     assert placed is not None
     return Stored(means[0].name, variances[0].name, placed, _entries(means[0]), _entries(variances[0]))
 
 
-def _place(spec: NormSpec, roles: list[Role], shape: tuple[int, ...]) -> Placed | None:
-    """The axes along which any of the tensors varies."""
+def _place(
+    spec: NormSpec, roles: Sequence[Role], shape: tuple[int, ...], own: str | None = None
+) -> Placed | None:
+    """The axes along which any of the tensors varies; of one number, ``own`` where its axes have one element."""
     if not roles:
         return None
     for role in roles:
@@ -177,6 +179,10 @@ def _place(spec: NormSpec, roles: list[Role], shape: tuple[int, ...]) -> Placed 
     if placed is None:
         names = " and ".join(role.name for role in roles)
         raise NoAxes(f"the numbers of {names} are laid out along no axes of {spec.stats!r}")
+    if placed.axes == "" and own and all(role.shape for role in roles):
+        size = spec.replace(weight=own).bind(shape).weight_shape
+        if size is not None and set(size) == {1}:
+            return Placed(own, placed.places.reshape(size))
     return placed
 
 

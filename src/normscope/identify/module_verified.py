@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from normscope import reference
+from normscope.errors import ModelError
 from normscope.identify.module_box import Array
 from normscope.identify.module_mode import InMode
 from normscope.identify.module_state import Whole
@@ -44,7 +46,10 @@ def verified(whole: Whole, modes: Sequence[InMode], example: tuple[int, ...]) ->
                 _error(whole, mode, tensors, x) for x in _inputs(whole, mode.box.shape)
             )
         if example != mode.box.shape and np.prod(example) <= LARGEST:
-            errors[f"{word}, shape of the example"] = _error(whole, mode, mode.own, direction(example, 203))
+            with suppress(ModelError):  # one sample, of which training takes no statistics
+                errors[f"{word}, shape of the example"] = _error(
+                    whole, mode, mode.own, direction(example, 203)
+                )
     error = max(errors.values())
     coarse = any("float32" in entry.conclusion for mode in modes for entry in mode.core.evidence)
     evidence = Evidence(
@@ -79,6 +84,8 @@ def _error(whole: Whole, mode: InMode, tensors: dict[str, Array], x: Array) -> f
         )
     except ValueError:  # sets or parameters are others at this shape
         return float("inf")
-    if not np.isfinite(y).all():
+    known = np.isfinite(expected)
+    if (np.isfinite(y) != known).any():
         return float("inf")
-    return float(np.max(np.abs(y - expected)) / (np.max(np.abs(expected)) or 1.0))
+    apart, size = np.abs(y - expected)[known], np.abs(expected)[known]
+    return float(np.max(apart, initial=0.0) / (np.max(size, initial=0.0) or 1.0))

@@ -72,12 +72,8 @@ def identify_module(
         return replace(answer, reason=reason)
     here = look(here_box, here_trains, layout)
     if here.core.reason is not None:
-        return replace(
-            answer,
-            reason=reads_what_it_moves(here) or here.core.reason,
-            evidence=here.core.evidence,
-            notes=(*answer.notes, *here.core.notes),
-        )
+        answer = replace(answer, notes=(*answer.notes, *here.core.notes))
+        return _opaque(answer, here, layout, reads_what_it_moves(here) or here.core.reason)
     there, unlike = _other_mode(here_box, here, layout)
     if unlike:
         answer = _noted(answer, unlike)

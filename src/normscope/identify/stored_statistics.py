@@ -81,6 +81,8 @@ def update_rule(box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str,
     ratio = float(np.median(ratios))
     correction = max(_near_integer(n * (1 - 1 / ratio)), 0.0)
     running = Running(momentum=momentum, correction=correction, over=stored.placed.axes)
+    if momentum == 0:  # nothing is stored, so nothing says how
+        running = Running(momentum=0.0, over=stored.placed.axes)
     told = spec.replace(running=running)
     state = stored.state(start, round((counts[0] - 1) * turns[0]) if plain else 0)
     error = 0.0
