@@ -252,3 +252,14 @@ class TestWeightsOption:
         torch.save({**trained().state_dict(), "1.running_mean": torch.ones(9)}, path)
         with pytest.raises(BadTarget, match=r"size mismatch for 1\.running_mean"):
             checkpoints.load_into(net(), path)
+
+    def test_the_command_line_hands_the_checkpoint_on(self, tmp_path: Path) -> None:
+        from normscope import demo, targets
+
+        state = without(demo.load("healthy")[0].state_dict(), "norm1.running")
+        torch.save(state, tmp_path / "w.pt")
+        loaded = targets.resolve("demo:healthy", weights=tmp_path / "w.pt")
+        assert loaded.state is not None
+        assert set(loaded.state) == set(state)
+        (finding,) = found(loaded.model, "NS313", state=loaded.state)
+        assert (finding.site, finding.evidence["missing"]) == ("norm1", ["running_mean", "running_var"])
