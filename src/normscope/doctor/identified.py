@@ -32,7 +32,7 @@ from normscope.spec import NormSpec, PatternError, RunningState
 SAMPLES, SHORT = 4, (3, 5)
 """sizes of the probing input: samples, and other axes whose size no parameter fixes"""
 LARGE = 2**20
-"""elements of the recorded input above which fewer samples are taken for the last check"""
+"""elements of an input above which fewer samples are taken, or none"""
 AGREES = 1e-9
 """largest error, over the largest output, in float64"""
 
@@ -64,45 +64,38 @@ class IdentifiedReading(ModuleReading):
         return found
 
 
-def identify_written(session: Session, sites: Iterable[Site]) -> dict[str, Identification]:
+def identify_written(session: Session, sites: Iterable[Site]) -> None:
     """Give every hand-written site its specification, modes and tensors, or the reason why it has none.
 
     The session's model is not run, and left as it is: modules are copied first.
-
-    Returns:
-        site name -> the answer, of the sites that were identified.
     """
     known: dict[Any, Known] = {}
-    answers: dict[str, Identification] = {}
-    for site in sites:
-        if site.kind == "inlined":
-            shape = site.calls[0].shape if site.calls else ()
-            site.reason = (
-                f"written inside a larger forward, on inputs of shape {shape}; only a norm that is a module of its own "
-                "is identified"
-            )
-        if site.kind != "hand-written" or site.module is None or site.spec is not None:
-            continue
-        if not site.calls:
-            site.reason = "hand-written; it is identified where inputs are given"
-            continue
-        with session.protecting():
-            found = _found(site, known)
-        if isinstance(found, str):
-            site.reason = f"hand-written; not identified: {found}"
+    found: list[tuple[Site, Known | str]] = []
+    with session.protecting():  # a copy runs the user's code, which may reach what is not its own
+        for site in sites:
+            if site.kind == "inlined":
+                shape = site.calls[0].shape if site.calls else ()
+                site.reason = (
+                    f"written inside a larger forward, on inputs of shape {shape}; only a norm that is a module of its "
+                    "own is identified"
+                )
+            elif site.kind == "hand-written" and site.spec is None and not site.calls:
+                site.reason = "hand-written; it is identified where inputs are given"
+            elif site.kind == "hand-written" and site.spec is None:
+                found.append((site, _found(site, known)))
+    for site, answer in found:
+        if isinstance(answer, str):
+            site.reason = f"hand-written; not identified: {answer}"
         else:
-            _fill(site, found, session)
-            answers[site.name] = found.answer
-    return answers
+            _fill(site, answer, session)
 
 
 def _found(site: Site, known: dict[Any, Known]) -> Known | str:
     """What a site's module is, or why that is not known."""
     assert site.module is not None
     shape = site.calls[0].shape
-    key = _structure(site.module, shape)
     try:
-        module = _finite(site.module)
+        module, key = _finite(site.module), _structure(site.module, shape)
         if key in known and _still(module, known[key], _probing_shapes(module, shape)[0]):
             return known[key]
         found = _identified(module, shape)
@@ -138,7 +131,7 @@ def _identified(module: nn.Module, shape: tuple[int, ...]) -> Known | str:
             return answer.reason or f"it is a fixed affine map, {answer.fixed}"
         box = box_of_module(module, call_of(torch.zeros(probed))).in_mode(training=False)
         found = Known(answer, tensor_paths(box, answer.spec))
-        if not _still(module, found, _recorded(shape)):
+        if not _still(module, found, _recorded(shape, probed)):
             return f"on inputs of shape {probed} it is {answer.spec}, on inputs of the model's shape {shape} it is not"
         return found
     return reason
@@ -198,13 +191,15 @@ def _probing_shapes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int
     if len(shape) > 1:
         small[0] = SAMPLES
     fewer = (SAMPLES, *shape[1:]) if len(shape) > 1 else shape
-    return list(dict.fromkeys((tuple(small), fewer, shape)))
+    found = list(dict.fromkeys((tuple(small), fewer, shape)))
+    return [tried for tried in found if prod(tried) <= LARGE] or found[:1]
 
 
-def _recorded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The recorded shape, of fewer samples where it is large."""
+def _recorded(shape: tuple[int, ...], probed: tuple[int, ...]) -> tuple[int, ...]:
+    """The recorded shape, of fewer samples where it is large; where one sample is, what was probed must do."""
     few = max(2, LARGE // max(1, prod(shape[1:]))) if len(shape) > 1 else shape[0]
-    return (min(shape[0], few), *shape[1:])
+    fewer = (min(shape[0], few), *shape[1:])
+    return fewer if prod(fewer) <= 2 * LARGE else probed
 
 
 def _layout(module: nn.Module, shape: tuple[int, ...]) -> str:
@@ -225,7 +220,7 @@ def _structure(module: nn.Module, shape: tuple[int, ...]) -> Any:
     plain = (bool, int, float, str, type(None), tuple)
     settings = tuple(
         sorted(
-            (path, name, value)
+            (path, name, repr(value))
             for path, part in module.named_modules()
             for name, value in vars(part).items()
             if not name.startswith("_") and name != "training" and isinstance(value, plain)
