@@ -74,7 +74,7 @@ def _called(model: nn.Module, inputs: Any) -> Iterator[Unverified]:
 
 
 def _why(row: SiteRow) -> str:
-    if row.spec is None and row.kind == "hand-written":
+    if row.kind == "hand-written":
         return f"written by hand; {DECLARE}"
     if row.kind in ("hand-written", "inlined"):
         return f"written by hand inside a larger forward; make it a module and {DECLARE}"
