@@ -207,9 +207,18 @@ def test_a_model_that_is_itself_a_norm_has_a_name_everywhere(tmp_path: Path) -> 
     assert place["fullyQualifiedName"] == "m:norm"
 
 
-def test_html_is_one_whole_page_without_network_or_injection(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["altair", "vl_convert", "jinja2"])
+def test_the_plain_page_is_whole_without_network_or_injection(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the extra the page has no pictures, and says what brings them."""
+    monkeypatch.setitem(sys.modules, missing, None)
     report().to_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert (
+        f"This is the plain page. Pictures, filters and downloads need {missing}, which is not installed: "
+        "pip install 'normscope[report]'"
+    ) in html.unescape(page)
     opened: list[str] = []
 
     class Parser(HTMLParser):
