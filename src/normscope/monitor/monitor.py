@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from normscope.doctor import arguments
-from normscope.doctor.check import chosen, row, versions
+from normscope.doctor.check import chosen
 from normscope.doctor.report import Finding, Report, severity_rank
 from normscope.doctor.session import Session
 from normscope.doctor.tracing.paths import ModuleNames
 from normscope.doctor.tracing.readings import Readings
 from normscope.errors import BadInput, NormscopeError, told
 from normscope.monitor import verdict
+from normscope.monitor.given import optimizers, roots
 from normscope.monitor.look import Look, SiteLook
 from normscope.monitor.ranks import Ranks, process_group
 from normscope.monitor.records import counters, record, watches
 from normscope.monitor.watch import Hook, in_backward, out_of_sight
 from normscope.monitor.writers import JsonLines, TensorBoard, Writer
+
+if TYPE_CHECKING:
+    from normscope.monitor.verdict import Judged
 
 _NUMBERS = count()
 
@@ -90,7 +94,7 @@ class Monitor:
     ) -> None:
         self._several = isinstance(model, Mapping)
         self._model = arguments.module(nn.ModuleDict(model) if isinstance(model, Mapping) else model)
-        self._optimizers = _optimizers(optimizer)
+        self._optimizers = optimizers(optimizer)
         arguments.settings(None, None, None, frozen_policy)
         if on_finding is not None and not callable(on_finding):
             raise BadInput(f"on_finding must be callable, got {type(on_finding).__name__}")
@@ -156,12 +160,11 @@ class Monitor:
             self._writers.append(JsonLines(self._jsonl))
         if self._tensorboard is not None:
             self._writers.append(TensorBoard(self._tensorboard))
-        self._handles = [
-            watch.module.register_forward_pre_hook(Hook(watch.before)) for watch in self._watches.values()
-        ]
+        for watch in self._watches.values():
+            self._handles += watch.hooks()
         self._handles += [
             root.register_forward_pre_hook(Hook(self._forward), with_kwargs=True)
-            for root in _roots(self._modes.model)
+            for root in roots(self._modes.model)
         ]
         self._handles += [o.register_step_post_hook(self._optimizer_stepped) for o in self._optimizers]
         self._running = True
@@ -217,7 +220,10 @@ class Monitor:
             return
         if self._forwards and not self._knows_steps:
             self._stepped()
-        self._trained = True
+        if not self._trained:
+            self._trained = True
+            for watch in self._watches.values():
+                watch.forget_unasked()  # passes before any training are dry runs and initializations
         self._forwards += 1
         if self._look is not None:
             self._look.batch(args, kwargs)
@@ -263,8 +269,7 @@ class Monitor:
                 writer.look(site)
         self._tell(found)
 
-    def _judge(self, look: Look | None = None, *, settled: bool = False) -> Any:
-        """Findings, codes that passed, what was not run, and the sites."""
+    def _judge(self, look: Look | None = None, *, settled: bool = False) -> Judged:
         subject = verdict.subject_of(self._modes, **self._settings)
         if look is not None:
             reasons = look.finish(subject)
@@ -281,7 +286,7 @@ class Monitor:
             self._ranks.found,
             steps=self.steps,
             knows_steps=self._knows_steps,
-            trained=self._trained,
+            trained=self._trained or any(watch.total_with_grad for watch in self._watches.values()),
             world=self._world,
             rank=self._rank,
         )
@@ -320,38 +325,9 @@ class Monitor:
         if self._running:
             for watch in self._watches.values():
                 watch.settle()
-        found, passed, not_run, sites = self._judge(settled=True)
-        codes = {finding.code for finding in found}
-        gone = dict.fromkeys(
-            f"{f.code} at {f.site or 'the model'}" for f in self._found if f.code not in codes
+        return verdict.report_of(
+            self._modes.model,
+            self._judge(settled=True),
+            earlier=self._found,
+            notes=[*self._notes, f"seen: {self.steps} optimizer steps, a look at every {self.every}th"],
         )
-        notes = [*self._notes, f"seen: {self.steps} optimizer steps, a look at every {self.every}th"]
-        notes += [f"was found earlier and no longer holds: {', '.join(gone)}"] if gone else []
-        return Report(
-            findings=tuple(sorted(found, key=lambda f: (-severity_rank(f.severity), f.code))),
-            sites=tuple(row(site) for site in sites),
-            passed=tuple(passed),
-            not_run=tuple(not_run),
-            notes=tuple(notes),
-            target=f"training of {type(self._modes.model).__name__}",
-            versions=versions(),
-        )
-
-
-def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
-    several = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-    for optimizer in several:
-        arguments.settings(optimizer, None, None, "")
-        if not hasattr(optimizer, "register_step_post_hook"):
-            raise BadInput(
-                f"{type(optimizer).__name__} has no register_step_post_hook: leave it out and call step() after each "
-                "of its steps"
-            )
-    return several
-
-
-def _roots(model: nn.Module) -> list[nn.Module]:
-    """The modules whose call is a forward pass: the model, or what a mere container of modules holds."""
-    if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
-        return [root for child in model.children() for root in _roots(child)]
-    return [] if isinstance(model, torch.jit.ScriptModule) else [model]

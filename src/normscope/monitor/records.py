@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,13 +97,14 @@ def _synchronized(module: nn.Module) -> bool:
         return False
 
 
-def _witness(site: Site, names: ModuleNames) -> torch.Tensor | None:
-    """The site's own parameter, else one of the smallest module around it that has any."""
+def _witness(site: Site, names: ModuleNames) -> list[torch.Tensor]:
+    """The site's own parameters, else two of the smallest module around it that has any. Biases begin at 0, where a
+    slow average shows in float32 long before it does at a gain of 1."""
     for module in names.ancestors(site.path):
-        parameter = next(module.parameters(), None)
-        if parameter is not None:
-            return parameter
-    return None
+        found: list[torch.Tensor] = list(islice(module.parameters(), 2))
+        if found:
+            return found
+    return []
 
 
 def _at(names: ModuleNames, path: str) -> nn.Module | None:

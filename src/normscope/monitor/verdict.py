@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from normscope.doctor.check import chosen
+from normscope.doctor.check import chosen, row, versions
 from normscope.doctor.judging import judge
 from normscope.doctor.probes.finite import FiniteParameters
 from normscope.doctor.probes.freeze import FreezeProbe
 from normscope.doctor.probes.stored import Stored
-from normscope.doctor.report import Finding, NotRun
+from normscope.doctor.report import Finding, NotRun, Report, severity_rank
 from normscope.doctor.sites import find_sites
 from normscope.doctor.subject import Subject
 from normscope.errors import told
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from normscope.doctor.rules import Rule
     from normscope.doctor.session import Session
+    from normscope.doctor.site import Site
+
+    Judged = tuple[list[Finding], list[str], list[NotRun], list[Site]]
+    """findings, codes that passed, what was not run, sites"""
 
 LIVE = (
     *("NS205", "NS206"),
@@ -98,3 +102,21 @@ def verdict(
     moving = {**reasons, "gap": "the weights move"}
     more = judge(later, replace(subject, measured=apart), moving)
     return found + more[0], sorted(passed + more[1]), not_run + more[2]
+
+
+def report_of(
+    model: nn.Module, judged: Judged, *, earlier: Sequence[Finding], notes: Sequence[str]
+) -> Report:
+    """The report of a training; findings of ``earlier`` whose rule is silent now become a note."""
+    found, passed, not_run, sites = judged
+    codes = {finding.code for finding in found}
+    gone = dict.fromkeys(f"{f.code} at {f.site or 'the model'}" for f in earlier if f.code not in codes)
+    return Report(
+        findings=tuple(sorted(found, key=lambda f: (-severity_rank(f.severity), f.code))),
+        sites=tuple(row(site) for site in sites),
+        passed=tuple(passed),
+        not_run=tuple(not_run),
+        notes=(*notes, *([f"was found earlier and no longer holds: {', '.join(gone)}"] if gone else [])),
+        target=f"training of {type(model).__name__}",
+        versions=versions(),
+    )

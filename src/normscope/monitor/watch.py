@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -79,17 +79,17 @@ class Watch:
         name: of the site.
         module: it, with ``running_mean`` or ``running_var``.
         updates: in which of "train" and "eval" a forward moves the statistics, as far as that is known.
-        witness: a parameter that tells whether the weights move; None where there is none.
+        witness: parameters that tell whether the weights move.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, updates: tuple[str, ...], witness: Tensor | None
+        self, name: str, module: nn.Module, updates: tuple[str, ...], witness: Sequence[Tensor]
     ) -> None:
         self.name, self.module = name, module
         self._in_train, self._in_eval = "train" in updates, "eval" in updates
         self._cumulative = _momentum(module) is None
-        self._witness = witness
-        self._weights: Tensor | None = None
+        self._witness = list(witness)
+        self._weights: list[Tensor] | None = None
         self.steps: deque[Step] = deque(maxlen=REMEMBERED)
         self.whole = 0  # steps that updated it
         self.total_with_grad = self.without_grad = self.in_eval = self.recalibrated = self.stretches = 0
@@ -106,6 +106,14 @@ class Watch:
         self._last: tuple[Tensor, Tensor] | None = None
 
     # -- the hook ------------------------------------------------------------------------------------------
+
+    def hooks(self) -> list[Any]:
+        """Put them on; the handles take them off."""
+        handles = [self.module.register_forward_pre_hook(Hook(self.before))]
+        if self._in_eval:
+            # Of these, values alone tell: they are compared at once, before anybody else can change them.
+            handles.append(self.module.register_forward_hook(Hook(lambda *_: self.settle())))
+        return handles
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook. The common way through it is five tests and an addition."""
@@ -130,8 +138,8 @@ class Watch:
             self._first = now
             reset = self.total_with_grad > 0 and not bool(now[0].any()) and bool((now[1] == 1).all())
             self._recalibrating = reset or (not self._cumulative and _momentum(module) is None)
-            if self._weights is None and self._witness is not None:
-                self._weights = self._witness.detach().clone()
+            if self._weights is None:
+                self._weights = [parameter.detach().clone() for parameter in self._witness]
         self._pending = now
 
     def settle(self) -> None:
@@ -176,6 +184,12 @@ class Watch:
         self._partial = False
         self._clear()
 
+    def forget_unasked(self) -> None:
+        """Passes so far were none of a training."""
+        self.settle()
+        self._unasked = 0
+        self._first = self._last = None
+
     def forget_steps(self) -> None:
         """What was taken for steps were none, and the one that ends now was not seen whole."""
         self.steps.clear()
@@ -192,9 +206,10 @@ class Watch:
     @property
     def follows(self) -> bool:
         """Its parameters have moved since it first ran without gradients, and it never ran with them."""
-        if self.total_with_grad or self._weights is None or self._witness is None:
+        if self.total_with_grad or self._weights is None:
             return False
-        return not torch.equal(self._weights, self._witness.detach().to(self._weights))
+        pairs = zip(self._weights, self._witness, strict=True)
+        return any(not torch.equal(before, now.detach().to(before)) for before, now in pairs)
 
 
 def distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], eps: float) -> tuple[float, float]:

@@ -12,7 +12,7 @@ Watches the running statistics (their values, not version counters, which PyTorc
 Silent: a recalibration (momentum None set for the pass, as `torch.optim.swa_utils.update_bn` does, or statistics
 that were just reset); the first pass of checkpointing, which runs without gradients and again in the backward; a
 network whose parameters follow another's (moving averages, momentum encoders), which is often run in train mode on
-purpose; a single pass, such as a dry run.
+purpose; a single pass, and all passes before the first training forward (dry runs, initializations).
 
 ## Why it matters
 A teacher in train mode normalizes by the companions of each sample: its targets depend on the batch, and its
@@ -22,7 +22,8 @@ the one that is deployed, and leaks validation data into the statistics.
 ## Known problems
 Only modules of the monitored model are seen: monitor teacher and student together, `Monitor({"student": student,
 "teacher": teacher}, optimizer)`. A moving-average teacher left in train mode by mistake is taken for one that is
-meant to be. Compiled code is not seen.
+meant to be, and a target network that is copied now and then for a teacher until its first copy. Compiled code is not
+seen.
 
 ## Example
 ```python
@@ -95,7 +96,8 @@ def _diagnosis(seen: SiteTraining) -> str:
         return ""
     if seen.with_grad:
         return "between steps"
-    return "" if seen.follows else "teacher"
+    # a moving average shows as one only after its first step
+    return "" if seen.follows or seen.stretches < 2 else "teacher"
 
 
 def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
