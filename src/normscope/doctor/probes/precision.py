@@ -20,8 +20,7 @@ import torch
 
 from normscope import reference
 from normscope.doctor.probes import Probe
-from normscope.doctor.probes.ranges import dtype_at
-from normscope.doctor.sets import Sets, denominators, sets_of
+from normscope.doctor.sets import Sets, denominators, sets_of, working_dtype
 from normscope.spec import Running
 
 if TYPE_CHECKING:
@@ -207,7 +206,7 @@ def _precision(event: Event, sets: Sets, chosen: NDArray[np.int64], hardness: Ar
     exact = gain * hat + bias
     if not np.isfinite(exact).all():
         return None  # nothing to compare with: an infinite gain, or a variance that is no number
-    working = dtype_at(event.site, spec, event.input.dtype)
+    working = working_dtype(spec, event.input.dtype)
     u, u_out, u_in = (torch.finfo(d).eps / 2 for d in (working, event.output.dtype, event.input.dtype))
     reach = hardness[chosen][:, None]
     steps = 4 + np.log2(max(2, sets.size))

@@ -16,12 +16,10 @@ from normscope.doctor.probes import Probe
 from normscope.doctor.sets import sets_of, working_dtype
 
 if TYPE_CHECKING:
-    from normscope.doctor.site import Event, Site
+    from normscope.doctor.site import Event
     from normscope.doctor.subject import Subject
-    from normscope.spec import NormSpec
 
 CALLS = 16
-WRITTEN_BY_HAND = ("hand-written", "inlined")
 
 
 @dataclass(frozen=True)
@@ -83,20 +81,13 @@ class RangeOfActivations(Probe):
         return self.found
 
 
-def dtype_at(site: Site, spec: NormSpec, given: torch.dtype) -> torch.dtype:
-    """The dtype the statistics of a site are computed in; by hand and without a cast it is the input's own."""
-    if spec.cast.compute is None and site.kind in WRITTEN_BY_HAND:
-        return given
-    return working_dtype(spec, given)
-
-
 def _ranges(event: Event) -> Ranges:
     x = event.input.detach()
     squared = event.mode in ("batch", "input")
     finite = _finite(event.output)
     # Where stored statistics normalize, the size of the input matters only to explain an output that is not finite.
     largest = max(abs(float(x.amax())), abs(float(x.amin()))) if squared or not finite else 0.0
-    working = dtype_at(event.site, event.spec, x.dtype)
+    working = working_dtype(event.spec, x.dtype)
     square = total = 0.0
     size = 0
     if squared:
@@ -110,8 +101,7 @@ def _ranges(event: Event) -> Ranges:
         mode=event.mode,
         dtype=_name(x.dtype),
         working=_name(working),
-        squares_as_input=working == x.dtype
-        and dtype_at(event.site, event.spec, torch.float16) == torch.float16,
+        squares_as_input=working == x.dtype and working_dtype(event.spec, torch.float16) == torch.float16,
         largest=largest,
         square=square,
         sum_of_squares=total,
