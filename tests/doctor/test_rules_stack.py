@@ -265,6 +265,18 @@ class TestFinalNormMissing:
     def test_innocent(self, model: nn.Module) -> None:
         assert not found(model, "NS602", tokens())
 
+    def test_a_sum_that_nothing_reads(self) -> None:
+        class Dropped(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stack = nn.Sequential(Block(), Block())
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.stack(x)
+                return 2 * x
+
+        assert not found(Dropped(), "NS602", tokens())
+
     @pytest.mark.parametrize("final", [True, False])
     def test_torch_encoder(self, final: bool) -> None:
         layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)

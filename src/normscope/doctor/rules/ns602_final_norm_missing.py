@@ -77,8 +77,8 @@ def check(subject: Subject) -> Iterator[Finding]:
         (call, site, call.join) for site in subject.sites for call in site.calls if call.join is not None
     )
     branches: list[Branch] = sorted(found, key=lambda branch: branch[0].order)
-    # by the place of the sum: two branches may end in one
-    ends = {branch[2].path: branch for branch in branches if not branch[2].normalized_later}
+    # by the place of the sum: two branches may end in one; a sum that nothing reads reaches no head
+    ends = {b[2].path: b for b in branches if b[2].ends and not b[2].normalized_later}
     stacks = (list(_stack(branch, branches)) for branch in ends.values())
     yield from fold(_missing(subject, stack) for stack in stacks if len(stack) > 1)
     again = _again(branches)
@@ -102,9 +102,7 @@ def _missing(subject: Subject, stack: list[Branch]) -> Finding:
     if into_linear:
         where = f"goes into a linear layer{f' ({reader})' if reader else ''}"
     else:
-        where = (
-            "is returned" if join.ends == ("output",) else f"goes into {' and '.join(join.ends) or 'nothing'}"
-        )
+        where = "is returned" if join.ends == ("output",) else f"goes into {' and '.join(join.ends)}"
     finding = Finding(
         code="NS602",
         site=site.name,
