@@ -66,7 +66,7 @@ def test_sensitivity_is_what_finite_differences_give(eps: float) -> None:
     found = measured(nn.BatchNorm2d(3, eps=eps), x)["sensitivity"]
     assert found["coupled"] is True
     assert found["samples"] == list(range(6))
-    # central differences of step 1e-6 in float64 are right to about 1e-9; moments of float32 data to 1e-6, five digits told
+    # differences of step 1e-6 in float64 are right to about 1e-9, moments of float32 data to 1e-6; five digits are told
     np.testing.assert_allclose(found["matrix"], rates(nn.BatchNorm2d(3, eps=eps), x), rtol=1e-4)
 
 

@@ -43,6 +43,7 @@ def document(report: Report) -> str:
         "title": report.target or "model",
         "lead": _lead(report),
         "sites": sites,
+        "count": len(report.sites),
         "columns": page_sites.COLUMNS,
         "symbols": page_findings.SYMBOLS,
         "entries": page_findings.entries(report),
@@ -53,20 +54,19 @@ def document(report: Report) -> str:
         "known": list(told(report.suppressed)),
         "notes": report.notes,
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
-        "network": network_figures(report.sites, report.measurements),
+        "network": network_figures(report.sites[: page_sites.LISTED], report.measurements),
         "style": Markup(_style()),
         "script": Markup(_text("page.js")),
         "policy": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {_allowed()}",
     }
     template = _environment().get_template("page.html")
-    frame |= {"portraits": [], "left_out": [], "drawn": set()}
+    frame |= {"portraits": [], "drawn": set()}
     room = BYTES - len(template.render(frame).encode())
     portraits = list(_portraits(sites, room))
     drawn = {portrait["site"].number for portrait in portraits}
     frame |= {
         "portraits": sorted(portraits, key=lambda portrait: portrait["site"].number),
         "drawn": drawn,
-        "left_out": [site for site in sites if site.number not in drawn],
     }
     return template.render(frame)
 

@@ -22,7 +22,9 @@ WORDS = {
     "ok": "nothing found",
     "unknown": "not identified",
 }
-LISTED = 60
+LISTED = 1000
+"""sites that have a place on the page"""
+NAMED = 60
 """sites named in an entry"""
 
 
@@ -30,7 +32,7 @@ LISTED = 60
 class Place:
     name: str
     number: int
-    """of the site in the report, from 1; 0 where it is none of them"""
+    """of the site on the page, from 1; 0 where it has no place there"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Entry:
 
 def entries(report: Report) -> list[Entry]:
     """Gravest first."""
-    number = {row.name: i for i, row in enumerate(report.sites, 1)}
+    number = {row.name: i for i, row in enumerate(report.sites[:LISTED], 1)}
 
     def place(site: str) -> Place:
         return Place(label(site), number.get(site, 0))
@@ -85,9 +87,9 @@ def _entry(report: Report, group: Group, place: Callable[[str], Place]) -> Entry
         fix=f.fix,
         source=report.source_at(f.site),
         evidence=tuple((key.replace("_", " "), shown(value)) for key, value in f.evidence.items()),
-        like=tuple(like[:LISTED]),
-        follows=tuple(follows[:LISTED]),
-        more=max(0, len(like) - LISTED) + max(0, len(follows) - LISTED),
+        like=tuple(like[:NAMED]),
+        follows=tuple(follows[:NAMED]),
+        more=max(0, len(like) - NAMED) + max(0, len(follows) - NAMED),
         numbers=tuple(sorted({p.number for p in every if p.number})),
     )
 

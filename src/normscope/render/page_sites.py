@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from normscope.render.grouping import counted, label
-from normscope.render.page_findings import SYMBOLS, WORDS, by_site
+from normscope.render.page_findings import LISTED, SYMBOLS, WORDS, by_site
 from normscope.render.sites import described
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ COLUMNS = {
 
 
 def site_views(report: Report) -> list[SiteView]:
-    """In the order of the report."""
+    """The first ``LISTED``, in the order of the report."""
     findings = by_site(report)
     return [
         _view(i, row, findings.get(row.name, []), report.measurements.get(row.name, {}))
-        for i, row in enumerate(report.sites, 1)
+        for i, row in enumerate(report.sites[:LISTED], 1)
     ]
 
 
