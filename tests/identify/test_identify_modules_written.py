@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from normscope.identify.modules import identify_module
 from normscope.identify.result import Identification
-from normscope.spec import NormSpec, families
+from normscope.spec import NormSpec, Running, families
 
 
 def claims(found: Identification, expected: NormSpec, shape: tuple[int, ...]) -> None:
@@ -221,6 +221,79 @@ def test_masks_are_tried(honest: bool) -> None:
     else:
         assert told == ["mask is not honoured: content under the mask changes valid outputs"]
         assert told[0] in found.notes
+
+
+class ByPosition(nn.LayerNorm):
+    """Statistics of each position, so that a mask can only erase."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        y = super().forward(x)
+        return y if mask is None else y * mask[:, :, None]
+
+
+def test_a_mask_that_only_erases() -> None:
+    found = identify_module(ByPosition(5), torch.zeros(4, 6, 5))
+    claims(found, families.layer_norm(), (4, 6, 5))
+    told = [e.conclusion for e in found.evidence if "mask" in e.conclusion]
+    assert told == ["mask makes no difference to valid outputs, and other content under it neither"]
+    assert not any("mask" in note for note in found.notes)
+
+
+class Lengths(nn.Module):
+    """Batch norm over valid steps; lengths must be passed."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(c))
+        self.register_buffer("mean", torch.zeros(c))
+        self.register_buffer("var", torch.ones(c))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        k = (torch.arange(x.shape[1])[None] < lengths[:, None]).to(x.dtype)[..., None]
+        m, v = self.mean, self.var
+        if self.training:
+            n = k.sum()
+            m = (x * k).sum((0, 1)) / n
+            v = ((x - m).pow(2) * k).sum((0, 1)) / n
+            self.mean.lerp_(m, 0.05)
+            self.var.lerp_(v * n / (n - 1), 0.05)
+        return (x - m) * torch.rsqrt(v + 1e-5) * self.weight * k
+
+
+def test_lengths_are_passed_and_tried() -> None:
+    found = identify_module(Lengths(6), torch.zeros(4, 5, 6))
+    expected = NormSpec("b l c -> c", weight="c", running=Running(momentum=0.05))
+    claims(found, expected, (4, 5, 6))
+    assert [e.conclusion for e in found.evidence if "lengths" in e.conclusion] == [
+        "lengths is honoured (valid lengths along axis 1): what is masked does not reach what is valid"
+    ]
+    assert not [
+        e for e in identify_module(Lengths(6).eval(), (4, 5, 6)).evidence if "lengths" in e.conclusion
+    ]
+
+
+class Floored(nn.Module):
+    """The variance is kept above 1e-3, in training as in evaluation."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.register_buffer("m", torch.zeros(c))
+        self.register_buffer("v", torch.ones(c))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        m, v = self.m, self.v
+        if self.training:
+            m, v = x.mean(0), x.var(0, unbiased=False)
+            self.m.lerp_(m, 0.1)
+            self.v.lerp_(v, 0.1)
+        return (x - m) / v.clamp(min=1e-3).sqrt()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_floor_under_the_root(training: bool) -> None:
+    found = identify_module(Floored(6), torch.zeros(8, 6), training=training)
+    assert found.spec is not None, str(found)
+    assert (found.spec.eps, found.spec.eps_at) == (1e-3, "max_variance")
 
 
 class Required(MaskedMean):

@@ -44,11 +44,8 @@ class Trial:
 class MaskFinding:
     """What a mask argument does."""
 
-    argument: str
     honoured: bool
-    form: str
-    valid: NDArray[np.bool_] | None
-    value: torch.Tensor | None
+    """content under the mask leaves valid outputs as they were"""
     evidence: Evidence
 
 
@@ -73,25 +70,24 @@ def probe_mask(box: ModuleBox, argument: str) -> MaskFinding | None:
     for trial in _trials(argument, box.shape):
         other = np.where(trial.valid, x, 7 + 3 * random.standard_normal(box.shape))
         try:
-            one, two = (box.run(z, **{argument: trial.value}).output for z in (x, other))
-            everything = box.run(x, **{argument: trial.everything}).output
+            masked = _passing(box, argument, trial.value)
+            one, two = masked(x), masked(other)
+            everything = _passing(box, argument, trial.everything)(x)
         except ModelError:
             continue
-        if one.shape != box.shape or not one[trial.valid].any():  # the other sense: what is valid is erased
+        erased = trial.valid & (one == 0) & (everything != 0) if one.shape == box.shape else np.True_
+        if erased.any() or not everything.any():  # another form or sense is meant
             continue
         leak = float(np.max(np.abs(one - two)[trial.valid]))
         effect = float(np.max(np.abs(one - everything)[trial.valid]))
         taken.append((trial, leak, effect))
         if leak == 0 and effect > 0:
-            return _finding(argument, trial, leak, effect, honoured=True)
-    if not taken:
-        return None
-    trial, leak, effect = min(taken, key=lambda found: found[1])
-    return _finding(argument, trial, leak, effect, honoured=False)
+            return _finding(argument, trial, leak, effect)
+    return _finding(argument, *min(taken, key=lambda found: found[1])) if taken else None
 
 
-def _finding(argument: str, trial: Trial, leak: float, effect: float, *, honoured: bool) -> MaskFinding:
-    if honoured:
+def _finding(argument: str, trial: Trial, leak: float, effect: float) -> MaskFinding:
+    if leak == 0 and effect > 0:
         what = f"{argument} is honoured ({trial.form}): what is masked does not reach what is valid"
     elif leak == 0:
         what = f"{argument} makes no difference to valid outputs, and other content under it neither"
@@ -102,7 +98,7 @@ def _finding(argument: str, trial: Trial, leak: float, effect: float, *, honoure
         f"two inputs that differ only under the mask ({trial.form})",
         {"largest change of a valid output": leak, "largest effect of the mask": effect},
     )
-    return MaskFinding(argument, honoured, trial.form, trial.valid, trial.value, evidence)
+    return MaskFinding(leak == 0, evidence)
 
 
 def with_everything_valid(box: ModuleBox) -> ModuleBox:
@@ -114,8 +110,7 @@ def with_everything_valid(box: ModuleBox) -> ModuleBox:
         return box
     x = np.random.default_rng(52).standard_normal(box.shape)
     for trial in _trials(argument, box.shape):
-        kwargs = {**box.call.kwargs, argument: trial.everything}
-        made = replace(box, call=replace(box.call, kwargs=kwargs))
+        made = _passing(box, argument, trial.everything)
         try:
             y = made(x)
         except ModelError:
@@ -123,6 +118,11 @@ def with_everything_valid(box: ModuleBox) -> ModuleBox:
         if y.shape == x.shape and np.isfinite(y).all() and y.any():
             return made
     return box
+
+
+def _passing(box: ModuleBox, argument: str, value: torch.Tensor) -> ModuleBox:
+    """The box with this value of a keyword."""
+    return replace(box, call=replace(box.call, kwargs={**box.call.kwargs, argument: value}))
 
 
 def _required(module: nn.Module, argument: str) -> bool:

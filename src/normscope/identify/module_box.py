@@ -117,23 +117,23 @@ class ModuleBox:
         """The same function with other values in some tensors."""
         return replace(self, settings={**self.settings, **settings})
 
-    def run(self, x: Array, **extra: Any) -> Outcome:
-        """One call; ``extra`` keywords are passed to the module.
+    def run(self, x: Array) -> Outcome:
+        """One call.
 
         Raises:
             ModelError: what the module raises is its cause.
         """
-        return self.run_on(self.fork(), x, **extra)
+        return self.run_on(self.fork(), x)
 
-    def run_on(self, fork: nn.Module, x: Array, **extra: Any) -> Outcome:
+    def run_on(self, fork: nn.Module, x: Array) -> Outcome:
         """One call of a fork, which keeps what the call writes into it."""
-        y = self.output_of(fork, x, **extra)
+        y = self.output_of(fork, x)
         return Outcome(y, {name: as_array(tensor) for name, tensor in tensors_of(fork).items()})
 
-    def output_of(self, fork: nn.Module, x: Array, **extra: Any) -> Array:
+    def output_of(self, fork: nn.Module, x: Array) -> Array:
         """The output of one call of a fork."""
         with torch.no_grad():
-            y = self.apply(fork, torch.from_numpy(np.array(x, dtype=np.float64)).to(self.dtype), **extra)
+            y = self.apply(fork, torch.from_numpy(np.array(x, dtype=np.float64)).to(self.dtype))
         return as_array(y)
 
     def moved(self, x: Array) -> tuple[Array, tuple[str, ...]]:
@@ -146,7 +146,7 @@ class ModuleBox:
         )
         return outcome.output, names
 
-    def apply(self, module: nn.Module, x: torch.Tensor, **extra: Any) -> torch.Tensor:
+    def apply(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Call ``module`` on a tensor, with the random numbers of the seed; autograd as the caller has it."""
         args, kwargs = self.call.with_input(x)
         args = tuple(self._in_dtype(value) for value in args)
@@ -155,7 +155,7 @@ class ModuleBox:
         torch.default_generator.manual_seed(self.seed)
         try:
             with Float32AsFloat64() if self.redirect else nullcontext():
-                result = module(*args, **kwargs, **extra)
+                result = module(*args, **kwargs)
         except Exception as error:
             raise ModelError(
                 f"{self.name} raised on a {self.dtype} input of shape {tuple(x.shape)} ({told(error)}). Pass an "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import Any
 
 from normscope.identify.module_box import Array
@@ -177,12 +178,19 @@ def reads_what_it_moves(mode: InMode) -> str:
 
 
 def _agrees(spec: NormSpec, law: Law) -> bool:
+    """Whether training and evaluation divide by one function of the variance; a floor may be written in two ways."""
+    if spec.eps is None:
+        return False
+    (eps, at), (stored, stored_at) = _as_floor(spec.eps, spec.eps_at), _as_floor(law.eps, law.eps_at)
     return (
-        spec.eps is not None
-        and abs(spec.gain - law.gain) <= FITTED * law.gain
-        and abs(spec.eps - law.eps) <= FITTED * law.eps
-        and (spec.eps_at == law.eps_at or law.eps == 0)
+        abs(spec.gain - law.gain) <= FITTED * law.gain
+        and abs(eps - stored) <= FITTED * stored
+        and (at == stored_at or stored == 0)
     )
+
+
+def _as_floor(eps: float, eps_at: str) -> tuple[float, str]:
+    return (sqrt(eps), "max") if eps_at == "max_variance" else (eps, eps_at)
 
 
 def _by_convention(fixed: InMode, layout: str | None) -> NormSpec:

@@ -134,7 +134,7 @@ def _finished(
         found.append(gradient)
     notes = [*answer.notes, *whole.notes]
     argument = mask_argument(here.box.module)
-    if argument is not None and (mask := probe_mask(here.box, argument)):
+    if argument is not None and not here.fixed and (mask := probe_mask(here.box, argument)):
         found.append(mask.evidence)
         if not mask.honoured:
             notes.append(mask.evidence.conclusion)

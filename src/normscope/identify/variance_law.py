@@ -59,7 +59,16 @@ def law_of_variance(
             "its root"
         )
     gain, eps = short(gain), short(eps)
-    where = {"variance": "inside the root", "std": "outside the root", "max": "as the least root"}[eps_at]
+    if eps_at == "max" and len(f"{short(eps**2):g}") < len(
+        f"{eps:g}"
+    ):  # a floor under the root, by its rounder number
+        eps, eps_at = short(eps**2), "max_variance"
+    where = {
+        "variance": "inside the root",
+        "std": "outside the root",
+        "max": "as the least root",
+        "max_variance": "as the least value under the root",
+    }[eps_at]
     evidence = Evidence(
         f"{name} is the stored variance, with eps {eps:g} {where}",
         f"{name} set to {', '.join(f'{v:g}' for v in LEVELS)}, and the slope a of the map read",
