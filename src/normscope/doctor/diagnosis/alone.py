@@ -64,7 +64,7 @@ def alone(site: Site, spec: NormSpec | None) -> Alone | str:
     if not site.calls:
         return "it was not called"
     try:
-        module = copy.deepcopy(site.module).double()
+        module = copy.deepcopy(site.module).cpu().double()
     except Exception as error:
         return f"its module cannot be copied: {told(error)}"
     for part in module.modules():

@@ -19,7 +19,7 @@ it is reduced at once to at most ``KEPT`` numbers a sample.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from math import comb, fsum
 from typing import TYPE_CHECKING
@@ -46,6 +46,8 @@ REMOVED, KEPT = 32, 512
 """numbers a sample that a probe predicts from"""
 PIECES = 4
 """averages along each axis"""
+ELEMENTS, COLUMNS = 1 << 20, 1 << 14
+"""of an activation that are averaged at a time; of a table that enter random sums"""
 PROMISING = 0.01
 """probability by chance below which what is removed is compared with what is kept"""
 FOLDS = 5
@@ -218,10 +220,15 @@ def _targets(targets: torch.Tensor | NDArray[np.generic], samples: int) -> Array
 
 
 def _pooled(tensor: torch.Tensor, sample_dim: int, count: int, seed: int) -> Array:
-    """(samples, at most KEPT): averages of the values, of their sizes and of their squares."""
-    x = tensor.detach().movedim(sample_dim, 0)[:count].double()
-    if x.ndim < 3:
-        x = x.reshape(count, 1, -1)
+    """(samples, at most KEPT): averages of the values, of their sizes and of their squares; some samples at a time."""
+    x = tensor.detach().movedim(sample_dim, 0)[:count]
+    at_once = max(1, ELEMENTS // max(1, x[0].numel()))
+    parts = [x[start : start + at_once] for start in range(0, count, at_once)]
+    return _finite(np.concatenate([_averages(part, seed) for part in parts]))
+
+
+def _averages(x: torch.Tensor, seed: int) -> Array:
+    x = (x if x.ndim > 2 else x.reshape(len(x), 1, -1)).to(torch.promote_types(x.dtype, torch.float32))
     blocks = []
     for values in (x, x.abs(), x.square()):
         pieces = values
@@ -231,18 +238,24 @@ def _pooled(tensor: torch.Tensor, sample_dim: int, count: int, seed: int) -> Arr
                 pieces = torch.stack([part.mean(axis) for part in parts], axis)
         # features stand on the second axis or on the last; no axis is averaged away that the pieces do not show
         second, last = values.flatten(2).mean(2), values.flatten(1, -2).mean(1)
-        blocks += [t.reshape(count, -1).cpu().numpy() for t in (second, last, pieces)]
-    table = np.concatenate([_projected(block, KEPT // len(blocks), seed) for block in blocks], axis=1)
-    return _finite(table)
+        blocks += [t.reshape(len(x), -1).double().cpu().numpy() for t in (second, last, pieces)]
+    return np.concatenate([_projected(block, KEPT // len(blocks), seed) for block in blocks], axis=1)
 
 
 def _projected(table: Array, most: int, seed: int) -> Array:
     """At most ``most`` columns: the average over columns, and random sums of them."""
     if table.shape[1] <= most:
         return table
-    random = np.random.default_rng(seed).standard_normal((table.shape[1], most - 1))
-    random /= np.sqrt(table.shape[1])
-    return np.concatenate([table.mean(1, keepdims=True), table @ random], axis=1)
+    thin = table[:, :: -(-table.shape[1] // COLUMNS)]
+    return np.concatenate(
+        [table.mean(1, keepdims=True), thin @ _random(thin.shape[1], most - 1, seed)], axis=1
+    )
+
+
+@lru_cache(maxsize=8)
+def _random(rows: int, columns: int, seed: int) -> Array:
+    drawn: Array = np.random.default_rng(seed).standard_normal((rows, columns)) / np.sqrt(rows)
+    return drawn
 
 
 def _finite(table: Array) -> Array:
