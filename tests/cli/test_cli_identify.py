@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from normscope.cli.app import app
 from normscope.errors import BadTarget
 from normscope.targets import callables
 
@@ -31,7 +35,8 @@ class Written(nn.Module):
         self.weight = nn.Parameter(torch.ones(8))
     def forward(self, x):
         print("noise of the model")
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight.float()).to(x.dtype)
 
 def written():
     return Written()
@@ -44,30 +49,43 @@ number = 7
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "layers.py").write_text(TARGETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "layers", raising=False)
     return tmp_path
 
 
-def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "normscope", *args]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
 
 
 def test_identify_a_function_of_arrays(folder: Path) -> None:
-    done = run(folder, "identify", "layers:textbook", "--input", "4x8", "--layout", "b c")
-    assert done.returncode == 0, done.stderr
+    done = run("identify", "layers:textbook", "--input", "4x8", "--layout", "b c")
+    assert done.exit_code == 0, done.output
     assert "... d -> ...; centered; std, unbiased; eps 1e-06 outside the root" in done.stdout
 
 
 def test_identify_what_is_none(folder: Path) -> None:
-    done = run(folder, "identify", "layers:softmax", "--input", "4x8")
-    assert done.returncode == 1, done.stderr
+    done = run("identify", "layers:softmax", "--input", "4x8")
+    assert done.exit_code == 1, done.output
     assert "not a normalization of this family: " in done.stdout
 
 
 def test_identify_a_module_as_json_apart_from_what_it_prints(folder: Path) -> None:
-    done = run(folder, "identify", "layers:with_input", "--format", "json", "--mode", "eval")
+    command = [
+        sys.executable,
+        "-m",
+        "normscope",
+        "identify",
+        "layers:with_input",
+        "--format",
+        "json",
+        "--mode",
+        "eval",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["target"] == "layers:with_input"
@@ -76,21 +94,19 @@ def test_identify_a_module_as_json_apart_from_what_it_prints(folder: Path) -> No
 
 
 def test_compare_says_by_its_exit_code(folder: Path) -> None:
-    same = run(folder, "compare", "torch.nn:RMSNorm(8, eps=1e-6)", "normscope:families.rms_norm(eps=1e-6)")
-    assert (same.returncode, same.stderr) == (0, "")
+    same = run("compare", "torch.nn:RMSNorm(8, eps=1e-6)", "normscope:families.rms_norm(eps=1e-6)")
+    assert same.exit_code == 0, same.output
     assert same.stdout.startswith("RMSNorm and spec (... d -> ...): the same function\n")
-    other = run(
-        folder, "compare", "torch.nn:LayerNorm(8)", "torch.nn:LayerNorm(8, eps=1e-3)", "--format", "json"
-    )
-    assert (other.returncode, other.stderr) == (1, "")
+    other = run("compare", "torch.nn:LayerNorm(8)", "torch.nn:LayerNorm(8, eps=1e-3)", "--format", "json")
+    assert other.exit_code == 1, other.output
     document = json.loads(other.stdout)
     assert document["targets"] == ["torch.nn:LayerNorm(8)", "torch.nn:LayerNorm(8, eps=1e-3)"]
     assert [d["field"] for d in document["differences"]] == ["eps"]
 
 
 def test_compare_what_is_written_by_hand(folder: Path) -> None:
-    done = run(folder, "compare", "layers:written", "torch.nn:RMSNorm(8, eps=1e-6)", "--input", "4x8")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("compare", "layers:written", "torch.nn:RMSNorm(8, eps=1e-6)", "--input", "4x8")
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize(
@@ -138,11 +154,7 @@ def test_compare_what_is_written_by_hand(folder: Path) -> None:
         ),
     ],
 )
-def test_targets_that_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch, target: str, said: str) -> None:
-    import re
-
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "layers", raising=False)
+def test_targets_that_are_none(folder: Path, target: str, said: str) -> None:
     with pytest.raises(BadTarget) as caught:
         callables.load(target)
     assert re.sub(r"0x\w+", "0x", str(caught.value)) == said
@@ -159,6 +171,6 @@ def test_targets_that_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch, ta
     ],
 )  # fmt: skip
 def test_commands_that_are_wrong(folder: Path, args: tuple[str, ...], said: str) -> None:
-    done = run(folder, *args)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = run(*args)
+    assert done.exit_code == 2
     assert said in done.stderr
