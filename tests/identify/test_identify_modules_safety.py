@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -120,6 +122,32 @@ def test_a_module_that_raises_on_the_example() -> None:
         "module LayerNorm raised on a torch.float64 input of shape (4, 7) (RuntimeError: Given normalized_shape=[6]"
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_random_numbers_of_other_libraries_are_put_back() -> None:
+    class Drawing(nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 0 * random.random() + 0 * np.random.rand()  # noqa: NPY002
+
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    assert identify_module(Drawing(6), torch.zeros(4, 6)).spec is not None
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+
+
+def test_a_whole_network_is_judged_as_a_function() -> None:
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU()) for _ in range(4)]
+    found = identify_module(nn.Sequential(*blocks), torch.zeros(4, 6))
+    assert found.spec is None
+    assert found.notes[-1] == (
+        "it has 16 tensors, more than a normalization: it was judged as a function of its input alone"
+    )
+
+
+def test_another_shape_is_no_normalization() -> None:
+    found = identify_module(nn.Linear(6, 3), torch.zeros(4, 6))
+    assert found.reason == (
+        "an input of shape (4, 6) gives an output of shape (4, 3); a normalization keeps the shape"
+    )
 
 
 def test_hooks_of_torch_stay() -> None:

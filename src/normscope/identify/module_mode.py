@@ -99,6 +99,14 @@ def same_in_both(one: ModuleBox, other: ModuleBox) -> bool:
     return bool(np.array_equal(y, z, equal_nan=True)) and not moved and not also
 
 
+def changes_shape(box: ModuleBox) -> str:
+    """Why a module whose output has another shape is no normalization; "" for others."""
+    shape = box(direction(box.shape, 104)).shape
+    if shape == box.shape:
+        return ""
+    return f"an input of shape {box.shape} gives an output of shape {shape}; a normalization keeps the shape"
+
+
 def depends_on_chance(box: ModuleBox) -> float:
     """Largest change of the output with other random numbers, over the largest output."""
     x = direction(box.shape, 104)

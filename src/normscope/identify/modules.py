@@ -21,12 +21,24 @@ from normscope.identify.identification import identify_box
 from normscope.identify.masks import mask_argument, probe_mask, with_everything_valid
 from normscope.identify.module_box import ModuleBox, box_of_module, call_of
 from normscope.identify.module_casts import casts, machine_epsilon
-from normscope.identify.module_mode import InMode, depends_on_chance, look, same_in_both, with_room
+from normscope.identify.module_mode import (
+    InMode,
+    changes_shape,
+    depends_on_chance,
+    look,
+    same_in_both,
+    with_room,
+)
 from normscope.identify.module_parameters import NoAxes
 from normscope.identify.module_state import NotOfTheFamily, Whole, reads_what_it_moves, whole_of
 from normscope.identify.module_verified import Verified, verified
+from normscope.identify.repeats import global_generators_kept
 from normscope.identify.result import Evidence, Identification
 from normscope.identify.spelling import names_of
+from normscope.identify.tensor_roles import generic_values
+
+MANY = 12
+"""tensors of a module beyond which they are not moved one by one: a norm has five"""
 
 
 def identify_module(
@@ -48,15 +60,21 @@ def identify_module(
     Raises BadInput for modules without values (lazy, meta) or that cannot be copied, and where the example holds no
     floating array; ModelError where the module raises on the example.
 
-    >>> found = identify_module(nn.LayerNorm(6), (4, 6))
+    >>> found = identify_module(nn.InstanceNorm2d(6, eps=1e-3), (4, 6, 3, 5))
     >>> print(found.spec)
-    ... d -> ...; centered; std, biased; eps 1e-05 inside the root; weight d; bias d
+    b c ... -> b c; rank 3 or more; centered; std, biased; eps 0.001 inside the root; no weight; no bias
     """
     if (keras := sys.modules.get("keras")) and isinstance(
         module, keras.Layer
     ):  # on torch, layers are modules too
         return identify_box(box_of(module, example), shape_of(example), layout=layout)
     module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    with global_generators_kept():
+        return _identified(module, example, layout, training)
+
+
+def _identified(module: nn.Module, example: Any, layout: str | None, training: bool | None) -> Identification:
+    """See `identify_module`, which it is but for what torch wraps and the random numbers that a module may draw."""
     box = with_everything_valid(box_of_module(module, call_of(example)))
     names_of(layout, box.shape)  # a layout that does not fit is refused before anything runs
     here_trains = box.module.training if training is None else training
@@ -70,6 +88,12 @@ def identify_module(
     if chance := depends_on_chance(here_box):
         reason = f"it is random: with other random numbers the output moves by {chance:.2g} of the largest"
         return replace(answer, reason=reason)
+    if reason := changes_shape(here_box):
+        return replace(answer, reason=reason)
+    if (count := len(generic_values(here_box))) > MANY:
+        bare = identify_box(here_box, here_box.shape, layout=layout)
+        note = f"it has {count} tensors, more than a normalization: it was judged as a function of its input alone"
+        return replace(bare, name=answer.name, notes=(*answer.notes, *bare.notes, note))
     here = look(here_box, here_trains, layout)
     if here.core.reason is not None:
         answer = replace(answer, notes=(*answer.notes, *here.core.notes))
