@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     Values = Mapping[str, Array]
     Pair = tuple[Values | None, Values | None]
 
-LARGE = 2**15
+LARGE = 2**12
 """elements of an example above which its free axes are cut"""
-SHORT = 4
+SHORT = (4, 2)
 KEEP = 0.5
 """of the largest difference that a smaller counterexample must show"""
 
@@ -154,10 +154,10 @@ def _some(side: Side, shape: Sequence[int]) -> Values | None:
 
 def _short(shape: tuple[int, ...], a: Side, b: Side, order: Layout) -> tuple[int, ...]:
     """Large examples cut along the axes whose size both leave open."""
-    for axis in range(len(shape)):
+    for short, axis in ((short, axis) for short in SHORT for axis in range(len(shape))):
         if prod(shape) <= LARGE:
             break
-        shorter = (*shape[:axis], min(SHORT, shape[axis]), *shape[axis + 1 :])
+        shorter = (*shape[:axis], min(short, shape[axis]), *shape[axis + 1 :])
         x = np.random.default_rng(0).standard_normal(shorter)
         try:
             takes = not fits(a, x, _some(a, shorter)) and not fits(

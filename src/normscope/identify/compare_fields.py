@@ -157,7 +157,8 @@ def _running(a: NormSpec, b: NormSpec, shape: Sequence[int]) -> Iterator[Differe
         if one == two or (name == "momentum" and mine.average != other.average):
             continue
         size = _size(a, a.replace(running=replace(mine, **changes)), shape, "update", converted=False)
-        yield Difference(f"running.{name}", _said(one), _said(two), size, "update")
+        # 0 where no update was computed: the reference moves no whitened state here
+        yield Difference(f"running.{name}", _said(one), _said(two), size or math.nan, "update")
     if mine.renorm != other.renorm:
         changed = a.replace(running=replace(mine, renorm=other.renorm))
         size = _size(a, changed, shape, "train", converted=False)

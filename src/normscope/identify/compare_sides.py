@@ -266,12 +266,16 @@ def _is_module(obj: Any) -> bool:
 
 
 def fits(side: Side, x: Array, values: Values | None) -> str:
-    """ "" where the side takes an input, else why not."""
-    try:
-        y = side.output(x, "eval", values)
-    except (NormscopeError, ValueError, ArithmeticError) as error:
-        return str(error)
-    return "" if y.shape == x.shape else f"it returns shape {y.shape} for an input of shape {x.shape}"
+    """ "" where the side takes an input in one of its modes, else why not."""
+    why = ""
+    for mode in ("eval", "train"):
+        try:
+            y = side.output(x, mode, values)
+        except (NormscopeError, ValueError, ArithmeticError) as error:
+            why = str(error)
+            continue
+        return "" if y.shape == x.shape else f"it returns shape {y.shape} for an input of shape {x.shape}"
+    return why
 
 
 def shape_of(example: Any) -> tuple[int, ...]:
