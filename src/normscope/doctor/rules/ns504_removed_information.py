@@ -16,8 +16,9 @@ an instance norm of the input no network can know it any more, however long it t
 Linear probes see what is linear in the statistics and in averages of the output. A network whose output is worse
 than a linear probe for another reason, untrained ones among them, is compared by what its output holds, which is
 usually enough; where it is not, the message gives all three numbers. In a chain of norms the last that removes the
-information is named, since what still reached it had been carried past the others. Needs 32 samples, more for weak
-relations, and at least 5 of each class; batch statistics and stored statistics remove nothing of a single sample.
+information is named, since what still reached it had been carried past the others. Needs 32 samples and at least 5 of
+each class: a task of two classes was found 12 times in 30 with 32 samples and always with 64, one of numbers always;
+274 innocent runs gave no alarm. Batch statistics and stored statistics remove nothing of a single sample.
 
 ## Example
 ```python
