@@ -217,6 +217,37 @@ class TestJoins:
 
         assert self.joins(Odd(), tokens()) == {"norm": ("", False)}
 
+    def test_a_shape_taken_from_the_stream_is_no_sum(self) -> None:
+        """As in GPT-NeoX-Japanese, whose bias is expanded as the stream."""
+
+        class Expanded(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.bias = nn.Parameter(torch.ones(16))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + torch.relu(self.body(self.norm(x)) + self.bias.expand_as(x))
+
+        joins = self.joins(nn.Sequential(Expanded(), nn.LayerNorm(16)), tokens())
+        assert joins == {"0.norm": ("0", True), "1": None}
+        with Session(Expanded()) as session:
+            (site,) = find_sites(session, (tokens(),))
+        assert site.calls[0].join is not None
+        assert site.calls[0].join.ends == ("output",)
+
+    def test_branches_side_by_side_end_in_one_sum(self) -> None:
+        """As in Cohere's models: x + attention(norm(x)) + perceptron(norm(x))."""
+
+        class Parallel(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = self.norm(x)
+                return x + self.body(y) + torch.tanh(y)
+
+        model = nn.Sequential(Parallel(), Parallel(), nn.Linear(16, 4))
+        assert self.joins(model, tokens()) == {"0.norm": ("0", True), "1.norm": ("1", False)}
+        (finding,) = found(model, "NS602", tokens())
+        assert finding.evidence["branches"] == 2
+
     def test_a_part_of_the_input_is_not_the_input(self) -> None:
         class Part(Block):
             def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -196,7 +196,8 @@ class Dataflow:
         shape = () if results[0].is_nested else tuple(results[0].shape)
         if role in ("view", "slice") and inputs:
             node.axes = _axes_of_view(op, args, kwargs, inputs[0].shape, shape)
-        data = any(value.data for value in inputs)
+        # expand_as, view_as and type_as take no values from what they follow
+        data = any(value.data for value in (inputs[:1] if role == "view" else inputs))
         node.outputs = tuple(self.set(tensor, value_of(tensor, node=node, data=data)) for tensor in results)
         first = node.outputs[0]
         if role == "view" and not data and inputs:

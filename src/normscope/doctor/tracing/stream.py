@@ -14,10 +14,12 @@ from normscope.doctor.tracing.neighbours import consumers, feeds, transparent
 
 
 def join(norm: Node) -> Join | None:
-    """The first sum of a norm's input with what was made of its output; None where there is none."""
+    """The first sum of a norm's input with what was made of its output, with all branches that the norm begins; None
+    where there is none."""
     sums = sorted(set(_sums(_whole(norm.inputs[0]), norm)), key=lambda node: node.number)
     for node in sums:
         if any(_made_of(value, norm) for value in node.inputs):
+            node = _last_branch(node, norm)
             total = node.outputs[0]
             return Join(
                 path=node.path,
@@ -27,6 +29,15 @@ def join(norm: Node) -> Join | None:
                 normalized_later=_normalized_later(total),
             )
     return None
+
+
+def _last_branch(total: Node, norm: Node) -> Node:
+    """The sum after other branches of the same norm, attention beside a perceptron, were added."""
+    for node in total.outputs[0].readers:
+        others = [value for value in node.inputs if value is not total.outputs[0]]
+        if node.mixes and any(_made_of(value, norm, total.outputs[0]) for value in others):
+            return _last_branch(node, norm)
+    return total
 
 
 def _whole(value: Value) -> Value:
@@ -43,14 +54,15 @@ def _sums(value: Value, norm: Node) -> Iterator[Node]:
             continue
         if node.mixes:
             yield node
-        elif transparent(node) and node.role != "slice":
+        elif transparent(node) and node.role != "slice" and (node.role != "view" or node.inputs[0] is value):
             for made in node.outputs:
                 yield from _sums(made, norm)
 
 
-def _made_of(value: Value, norm: Node) -> bool:
-    """Whether a value was computed from the norm's output. What is older than the norm was not."""
-    seen: set[Value] = set()
+def _made_of(value: Value, norm: Node, without: Value | None = None) -> bool:
+    """Whether a value was computed from the norm's output, and not through ``without`` alone. What is older than the
+    norm was not."""
+    seen = set() if without is None else {without}
     pending = [value]
     while pending:
         value = pending.pop()
