@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from normscope.errors import BadInput
-from normscope.identify import diagnose, fresh
+from normscope.identify import diagnose, fresh, remarks
 from normscope.identify.affine import Values
 from normscope.identify.assembly import Assembly, better_bias
 from normscope.identify.box import ROUNDOFF, Array, Box, box_of, shape_of
@@ -22,7 +22,6 @@ from normscope.identify.repeats import find_precision, global_generators_kept, r
 from normscope.identify.result import Identification
 from normscope.identify.scan import (
     NOISE,
-    Scan,
     crossing,
     is_linear,
     observations,
@@ -69,8 +68,8 @@ def identify(
     >>> import numpy as np
     >>> def norm(x):
     ...     return (x - x.mean(-1, keepdims=True)) / (x.std(-1, ddof=1, keepdims=True) + 1e-6)
-    >>> print(identify(norm, (4, 6, 8)).spec)
-    ... d -> ...; centered; std, unbiased; eps 1e-06 outside the root; no weight; no bias
+    >>> identify(norm, (4, 6, 8)).spec
+    NormSpec('... d -> ...', correction=1, eps=1e-06, eps_at='std')
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(fn, torch.nn.Module):
@@ -152,11 +151,11 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) 
     written = tuple(spellings(partition, layout, stays))
     assembly = Assembly(f, partition, observed, best, bias, written)
     (spec, weight, bias_value), others = assembly.choose(second_gain(f, partition, best, start))
-    _say_eps(f, s, best, spec)
+    remarks.say_eps(f, s, best, spec)
     near = None if best.root_eps == 0 else 2.0 ** (start or 0.0)
     error = _verified(f, list(dict.fromkeys([shape, example])), spec, weight, bias_value, near)
-    _constant_input(f, shape, spec)
-    _say_hidden(f, shape, example)
+    remarks.constant_input(f, shape, spec)
+    remarks.say_hidden(f, shape, example)
     if given > f.box.roundoff:
         f.notes.append("part of its arithmetic is float32: it errs by some 1e-7, and was judged by that")
     return Identification(
@@ -230,21 +229,6 @@ def _require_fit(f: Prober, fits: list[Fit], pairs: list[Pair], partition: Parti
     f.conclude(f"the output is {best.shape}", "a joint fit to all inputs", misfit=best.misfit, **rival_misfit)
 
 
-def _say_eps(f: Prober, s: Scan, best: Fit, spec: NormSpec) -> None:
-    scales = f"inputs of the size 2^{min(s.found)} to 2^{max(s.found)}"
-    if best.root_eps == 0:
-        f.conclude("no eps is to be seen", scales)
-        return
-    place = {
-        "variance": "inside the root",
-        "std": "outside the root",
-        "max": "as the least root",
-        "max_variance": "as the least value under the root",
-    }[spec.eps_at]
-    value = "the machine epsilon" if spec.eps is None else f"{spec.eps:.6g}"
-    f.conclude(f"eps is {value}, {place}", scales, relative_error=best.error, measured_root=best.root_eps)
-
-
 def _verified(
     f: Prober,
     shapes: list[tuple[int, ...]],
@@ -275,34 +259,6 @@ def _verified(
             largest_error=verdict.error,
         )
     return worst
-
-
-def _constant_input(f: Prober, shape: tuple[int, ...], spec: NormSpec) -> None:
-    """What becomes of sets without spread: 0 / 0 without eps."""
-    level = 0.5 if spec.center else 0.0
-    nan = bool(np.isnan(f(np.full(shape, level))).any())
-    f.conclude(
-        "a set without spread gives NaN" if nan else "a set without spread gives the bias",
-        f"a constant input of {level:g}",
-    )
-    if spec.eps == 0 and not nan:
-        f.notes.append(
-            "no eps shows down to the smallest inputs, yet a set without spread gives no NaN: eps is too small to be "
-            "seen, or 0 / 0 is caught"
-        )
-    if spec.eps != 0 and nan:
-        f.notes.append("a set without spread gives NaN although there is an eps")
-
-
-def _say_hidden(f: Prober, shape: tuple[int, ...], example: tuple[int, ...]) -> None:
-    for dim, size in enumerate(shape):
-        if size == 1:
-            f.notes.append(
-                f"axis {dim} has one element in the example and takes no more: whether statistics run over it cannot "
-                "be seen"
-            )
-        elif example[dim] == 1:
-            f.notes.append(f"axis {dim}, of one element in the example, was probed with {size}")
 
 
 def _kept(f: Prober) -> dict[str, Any]:
