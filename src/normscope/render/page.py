@@ -54,7 +54,7 @@ def document(report: Report) -> str:
         "known": list(told(report.suppressed)),
         "notes": report.notes,
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
-        "network": network_figures(report.sites[: page_sites.LISTED], report.measurements),
+        "network": network_figures(report.sites[: page_findings.LISTED], report.measurements),
         "style": Markup(_style()),
         "script": Markup(_text("page.js")),
         "policy": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {_allowed()}",

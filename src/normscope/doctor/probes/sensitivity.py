@@ -113,15 +113,14 @@ def rates(moments: SampleMoments, spec: NormSpec, eps: float, told: NDArray[np.i
     # sum over sample j of (x - m) x, from its mean and variance
     products = moments.elements * (within + mean * (mean - centre))
     stretch = 2 * slope * products / divisor
-    h_mean, h_square = (mean - centre) / s, about / s**2
-    squares = np.empty((len(told), len(told)))
-    for row, i in enumerate(told):
-        for column, j in enumerate(told):
-            # rate = constant + h * factor, with h over the elements of sample i
-            constant, factor = -pull[j], -stretch[j]
-            if i == j:
-                constant, factor = constant + centre, factor + s
-            rate = constant**2 + 2 * constant * factor * h_mean[i] + factor**2 * h_square[i]
-            squares[row, column] = (rate / s**2).mean()
+    h_mean, h_square = ((mean - centre) / s)[told], (about / s**2)[told]
+    # rate = constant + h * factor, with h over the elements of sample i and the rest from sample j
+    constant, factor = (-pull / s)[told], (-stretch / s)[told]
+    channels = len(s)
+    squares = (
+        (constant**2).sum(1) + 2 * h_mean @ (constant * factor).T + h_square @ (factor**2).T
+    ) / channels
+    own, full = constant + centre / s, factor + 1
+    squares[np.diag_indices(len(told))] = (own**2 + 2 * own * full * h_mean + full**2 * h_square).mean(1)
     out: Array = np.sqrt(np.maximum(squares, 0.0))
     return out
