@@ -396,5 +396,5 @@ def test_version_and_usage() -> None:
 def test_html_is_written_only_where_named(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     run("check", "models:trained", "--data", "batch.npy", "--html", str(page), cwd=folder)
-    assert "<h2>Sites</h2>" in page.read_text()
+    assert ">Sites</h2>" in page.read_text()
     assert list(tmp_path.iterdir()) == [page]
