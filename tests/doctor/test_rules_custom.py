@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import normscope
+from normscope import families
+from normscope.doctor.named import promised
 from normscope.doctor.report import Finding, Report, SiteRow
 
 
@@ -359,6 +361,31 @@ def test_ns106_an_error_where_a_constant_set_occurs(norm: nn.Module) -> None:
 def test_ns106_a_bad_gradient_is_for_information_where_no_set_is_constant() -> None:
     found = deviation(RootOfZeroLayerNorm(8), torch.randn(6, 8))
     assert found.severity == "info"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pkg.LayerNorm2d", "layer norm"),
+        ("LN", "layer norm"),
+        ("channels_first_layer_norm", "layer norm"),
+        ("MyLN2d", "layer norm"),
+        ("T5LayerNorm", "T5's RMS norm"),
+        ("Qwen2RMSNorm", "RMS norm"),
+        ("RMSnorm", "RMS norm"),
+        ("BatchNorm", "batch norm"),
+        ("GN", "group norm"),
+        ("InstanceNormalization", "instance norm"),
+        ("L2NormSSD", None),
+        ("TransformsNorm", None),
+        ("XLNetNorm", None),
+        ("BNNBlock", None),
+        ("Norm", None),
+    ],
+)
+def test_ns106_what_a_name_promises(name: str, words: str | None) -> None:
+    found = promised(name, families.layer_norm())
+    assert (None if found is None else found[0]) == words
 
 
 @pytest.mark.parametrize(

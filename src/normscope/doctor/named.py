@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 NAMES = (
     (r"RMS|Rms|(?<![a-zA-Z])rms", "RMS norm"),
     (r"T5", "T5's RMS norm"),
-    (r"[Ll]ayer_?[Nn]orm|LN(?![a-z])", "layer norm"),
-    (r"[Gg]roup_?[Nn]orm|GN(?![a-z])", "group norm"),
+    (r"[Ll]ayer_?[Nn]orm|(?<![A-Z])LN(?![a-zA-Z])", "layer norm"),
+    (r"[Gg]roup_?[Nn]orm|(?<![A-Z])GN(?![a-zA-Z])", "group norm"),
     (r"[Ii]nstance_?[Nn]orm", "instance norm"),
-    (r"[Bb]atch_?[Nn]orm|BN(?![a-z])", "batch norm"),
+    (r"[Bb]atch_?[Nn]orm|(?<![A-Z])BN(?![a-zA-Z])", "batch norm"),
 )
 """what a class name holds -> the norm that it promises; the first that fits"""
 OF_BATCHES = ("batch norm",)
