@@ -69,8 +69,8 @@ def transformer() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet-18-like, 8 x 3 x 32 x 32": (resnet18, (8, 3, 32, 32)),
-    "transformer, 8 x 64 tokens": (transformer, (8, 64, 64)),
+    "resnet-18-like, 2 x 3 x 32 x 32": (resnet18, (2, 3, 32, 32)),
+    "transformer, 4 x 64 tokens": (transformer, (4, 64, 64)),
 }
 
 

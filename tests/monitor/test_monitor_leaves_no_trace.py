@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normscope import Monitor
+from normscope.doctor.refusals import Refused
 from normscope.errors import BadInput, NormscopeError
 
 torch.set_num_threads(1)
@@ -239,6 +240,17 @@ class TestSettings:
         assert str(error.value) == (
             "Other has no register_step_post_hook: leave it out and call step() after each of its steps"
         )
+
+    def test_shards_are_refused(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[1].weight.full_tensor = None  # what tells a DTensor
+        with pytest.raises(Refused) as error:
+            Monitor(model).start()
+        assert str(error.value) == (
+            "1.weight is sharded (FSDP or tensor parallelism): this rank holds a piece of it. Monitor a run that is "
+            "not sharded, or check the model before it is"
+        )
+        assert not model[1]._forward_pre_hooks
 
     def test_select_and_ignore(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

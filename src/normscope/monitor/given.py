@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from normscope.doctor import arguments
+from normscope.doctor.refusals import Refused, clean_path
 from normscope.errors import BadInput
 
 
@@ -29,6 +30,16 @@ def optimizers(given: Any) -> list[torch.optim.Optimizer]:
             )
         found.append(optimizer)
     return found
+
+
+def refuse_shards(model: nn.Module) -> None:
+    """Raise Refused for parameters of which this rank holds a piece: to gather them would be a collective operation."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise Refused(
+                f"{clean_path(name)} is sharded (FSDP or tensor parallelism): this rank holds a piece of it. Monitor a "
+                "run that is not sharded, or check the model before it is"
+            )
 
 
 def roots(model: nn.Module) -> list[nn.Module]:

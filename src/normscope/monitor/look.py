@@ -268,7 +268,7 @@ class Look:
 
 
 def _parameters(look: SiteLook, site: Site) -> None:
-    weight, bias = _whole(site.tensors.get("weight")), _whole(site.tensors.get("bias"))
+    weight, bias = site.tensors.get("weight"), site.tensors.get("bias")
     if weight is not None and weight.numel() and site.spec is not None:
         gain = (site.spec.weight_offset + weight.detach().float()) * site.spec.gain
         look.gain_min, look.gain_max = float(gain.min()), float(gain.max())
@@ -277,11 +277,6 @@ def _parameters(look: SiteLook, site: Site) -> None:
         gradient = None if tensor is None or not tensor.is_leaf else tensor.grad
         if gradient is not None and gradient.numel():
             setattr(look, name, float(gradient.float().square().mean().sqrt()))
-
-
-def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """None for a shard of a parameter: to gather it would be a collective operation."""
-    return None if hasattr(tensor, "full_tensor") else tensor
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from normscope.doctor.tracing.paths import ModuleNames
 from normscope.doctor.tracing.readings import Readings
 from normscope.errors import BadInput, NormscopeError, told
 from normscope.monitor import verdict
-from normscope.monitor.given import optimizers, roots
+from normscope.monitor.given import optimizers, refuse_shards, roots
 from normscope.monitor.look import Look, SiteLook
 from normscope.monitor.ranks import Ranks, process_group
 from normscope.monitor.records import counters, record, watches
@@ -56,7 +56,7 @@ class Monitor:
 
     Raises:
         BadInput: settings that cannot be used.
-        Refused: a model that cannot be read (lazy, meta, or sharded by FSDP over several ranks).
+        Refused: a model that cannot be read (lazy, meta, or sharded).
         MissingExtra: ``tensorboard`` is a directory and the package is not installed.
 
     Example:
@@ -144,6 +144,7 @@ class Monitor:
         """
         if self._running:
             raise NormscopeError("this monitor is running already: stop() it first, or make another")
+        refuse_shards(self._model)
         self._reset()
         with Session(self._model) as session:
             self._modes = verdict.Modes(session, several=self._several)
