@@ -100,7 +100,12 @@ def _spread(value: Array, axes: Axes, groups: list[tuple[str, ...]]) -> Array:
 
 
 def _factor_ratio(a: NormSpec, b: NormSpec, shape: Sequence[int]) -> float:
-    """What the weight of ``b`` must be multiplied with for what the two conventions leave to it."""
+    """What the weight of ``b`` must be multiplied with for what the two conventions leave to it.
+
+    Where statistics are stored a correction is left out: evaluation does not have it, so no weight makes up for it.
+    """
+    if a.running is not None or b.running is not None:
+        a, b = a.replace(correction=0), b.replace(correction=0)
     try:
         return canonical_factor(a, a.bind(shape).set_size) / canonical_factor(b, b.bind(shape).set_size)
     except (SpecError, ZeroDivisionError):  # no variance at this size: nothing is the same then
