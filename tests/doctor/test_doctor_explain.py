@@ -175,6 +175,44 @@ def test_nothing_against_a_sound_model(name: str) -> None:
     assert str(explanation).rstrip().rpartition("\n")[2].startswith("No step failed")
 
 
+MAPS = (
+    lambda: nn.BatchNorm2d(4, momentum=None),
+    lambda: nn.BatchNorm2d(4, affine=False),
+    lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    lambda: nn.InstanceNorm2d(4),
+    lambda: nn.GroupNorm(2, 4),
+    lambda: nn.LayerNorm([4, 5, 5]),
+    lambda: normscope.nn.BatchNorm2d(4),
+    lambda: normscope.nn.ChannelsFirstLayerNorm(4),
+    lambda: normscope.nn.PixelNorm(),
+    lambda: normscope.nn.FrozenBatchNorm(4),
+)
+ROWS = (
+    lambda: nn.BatchNorm1d(6),
+    lambda: nn.LayerNorm(6, elementwise_affine=False),
+    lambda: nn.RMSNorm(6),
+    lambda: normscope.nn.LayerNorm(6),
+    lambda: normscope.nn.RMSNorm(6, convention="gemma"),
+    lambda: normscope.nn.ScaleNorm(6),
+    lambda: normscope.nn.L2Norm(),
+)
+
+
+@pytest.mark.parametrize(("norms", "shape"), [(MAPS, (4, 5, 5)), (ROWS, (6,))])
+def test_every_norm_is_sound_alone(norms: Any, shape: tuple[int, ...]) -> None:
+    """Whatever its axes, parameters and the size of its small input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for make in norms for part in (make(), nn.Tanh())))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    for _ in range(50):
+        model(torch.randn(16, *shape))
+    explanation = normscope.explain(model, torch.randn(16, *shape))
+    assert [explanation.steps[i].ok for i in (0, 3, 4)] == [True] * 3, str(explanation)
+    assert any(f"{len(norms)} sites of {len(norms)} ran alone" in line for line in explanation.steps[0].seen)
+
+
 def test_the_tiny_tensor_can_be_computed_by_hand() -> None:
     """One 1 among n zeros: mean 1/n, variance (n - 1) / n^2."""
     explanation = normscope.explain(net(nn.LayerNorm(16)), x())

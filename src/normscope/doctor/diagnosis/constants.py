@@ -8,6 +8,7 @@ from math import log
 import numpy as np
 import torch
 
+from normscope import reference
 from normscope.doctor.diagnosis.alone import Alone
 from normscope.doctor.diagnosis.step import Case, Step, told
 from normscope.doctor.sets import denominators
@@ -22,9 +23,9 @@ TINY = 1e-3
 NAMES = ("eps", "epsilon", "variance_epsilon")
 """attributes in which modules declare their eps"""
 WORDS = {"variance": "under the root", "std": "beside the root", "max": "as the least root"}
-FACTOR = 0.7
-"""in logarithms, a factor of two: a set of few elements loses part of its spread to its mean, so conventions are told
-by factors, not by digits"""
+FACTOR = 1.6
+"""in logarithms, five times: where axes and weights are not known the size is rough, and conventions differ by the root
+of eps, thirty times for 1e-3"""
 
 
 @dataclass(frozen=True)
@@ -132,21 +133,28 @@ def _constant(alone: Alone) -> Constant:
     x = spread * torch.randn(alone.shape, dtype=torch.float64, generator=generator)
     with torch.no_grad():
         moved = alone(x) - alone(torch.zeros_like(x))
-    weight = alone.array("weight")
-    offset, gain = (spec.weight_offset, spec.gain) if spec is not None else (0.0, 1.0)
-    size = float(abs(offset + weight).mean()) if weight is not None else 1.0
-    ratio = float(moved.abs().median() / x.abs().median()) / max(size * gain, 1e-300)
     places = {at: _denominator(alone, eps, at, spread) for at in WORDS}
     # what was found out about a norm written by hand is what it does, not what it declares
     known = spec is not None and spec.eps_at in places and alone.site.kind == "module"
     declared = spec.eps_at if known and spec is not None else "variance"
-    measured = 1 / max(ratio, 1e-300)
+    expected = _expected(alone, x, eps, declared, places[declared])
+    measured = places[declared] * expected / max(float(moved.square().mean().sqrt()), 1e-300)
     nearest = min(places, key=lambda at: abs(log(places[at] / measured)))
     same = abs(log(places[declared] / measured)) < FACTOR
     if same:
         measured = places[declared]
     meaning = "" if same or nearest == declared else f"; that is eps {WORDS[nearest]}"
     return Constant(name, eps, "", places[declared], measured, meaning)
+
+
+def _expected(alone: Alone, x: torch.Tensor, eps: float, at: str, below: float) -> float:
+    """Root mean square of what nearly constant input should become; of input over denominator where axes and weights
+    are not known."""
+    if alone.spec is None:
+        return float(x.square().mean().sqrt()) / below
+    spec = alone.spec.replace(eps=eps, eps_at=at)
+    out = reference.forward(x.numpy(), spec, alone.array("weight"))
+    return float(np.sqrt(np.mean(out**2)))
 
 
 def _denominator(alone: Alone, eps: float, at: str, spread: float) -> float:
