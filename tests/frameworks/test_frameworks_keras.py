@@ -111,3 +111,9 @@ def test_a_layer_that_cannot_be_rebuilt_is_refused() -> None:
         "a Keras layer is identified through a float64 twin, and Own cannot be rebuilt from its "
         "configuration (TypeError: "
     )
+
+
+def test_modes_are_for_torch_modules() -> None:
+    with pytest.raises(BadInput) as caught:
+        identify(built(keras.layers.BatchNormalization(), SHAPE), SHAPE, training=True)
+    assert str(caught.value).startswith("training is for torch modules")

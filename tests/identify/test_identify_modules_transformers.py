@@ -87,13 +87,13 @@ def test_statistics_in_half_precision_are_seen() -> None:
     assert found.spec.cast == Cast("input")
 
 
-def test_torch_batch_norm_rounds_its_statistics_to_the_dtype_of_its_parameters() -> None:
-    """On the CPU, in training: exact with float32 parameters and bfloat16 inputs, not with bfloat16 parameters."""
-    found = identify_module(nn.BatchNorm2d(6), torch.zeros(4, 6, 3, 5))
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(6), nn.InstanceNorm2d(6)], ids=["batch", "instance"])
+def test_torch_rounds_statistics_to_the_dtype_of_the_parameters(norm: nn.Module) -> None:
+    """On the CPU, in training: mean and denominator pass through bfloat16, all else is float32."""
+    found = identify_module(norm, torch.zeros(4, 6, 3, 5))
     assert found.spec is not None
     assert found.spec.cast == Cast()
     told = [e.conclusion for e in found.evidence if " parameters: " in e.conclusion]
     assert told == [
-        "bfloat16 parameters: it rounds to 8 bits on the way to its output, in neither of the two orders",
-        "float32 parameters: it computes in float32 and rounds once, after the weight",
+        "bfloat16 parameters: its mean and denominator are rounded, the rest is float32 and rounded once"
     ]

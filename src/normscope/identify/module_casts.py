@@ -67,23 +67,14 @@ def casts(
     """Which dtype computes, and where the weight is applied; None where bfloat16 does not run."""
     x = direction(here.box.shape, 107)
     float32, found = _casts_to_float32(here.box.set(here.generic), x)
-    evidence = [found]
     values = {name: rounded(value) for name, value in here.generic.items()}
     tensors = {**here.own, **values}
     weight, bias = whole.values.read(tensors)
-    for parameters in (torch.bfloat16, torch.float32):
-        half = replace(
-            box_of_module(module, here.box.call, parameters), name=here.box.name, dtype=torch.bfloat16
-        )
-        half = (half if training is None else half.in_mode(training)).set(values)
-        try:
-            cast, told = cast_order(
-                half, whole.spec, weight, bias, whole.state(tensors), not here.fixed, float32
-            )
-        except ModelError as error:
-            told = Evidence(f"casts were not seen ({error})", f"bfloat16 inputs, parameters in {parameters}")
-            return None, (*evidence, told)
-        evidence.append(told)
-        if cast is not None:
-            return cast, tuple(evidence)
-    return Cast("input"), tuple(evidence)
+    half = replace(box_of_module(module, here.box.call, torch.bfloat16), name=here.box.name)
+    half = (half if training is None else half.in_mode(training)).set(values)
+    try:
+        cast, told = cast_order(half, whole.spec, weight, bias, whole.state(tensors), not here.fixed, float32)
+    except ModelError as error:
+        told = Evidence(f"casts were not seen ({error})", "a bfloat16 copy")
+        return None, (found, told)
+    return cast or Cast("input"), (found, told)

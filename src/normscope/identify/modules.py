@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from normscope.errors import ModelError, told
+from normscope.errors import BadInput, ModelError, told
 from normscope.identify.box import box_of, shape_of
 from normscope.identify.constant_input import gradient_at_constant
 from normscope.identify.float64_copy import has_own_hooks
