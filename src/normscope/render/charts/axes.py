@@ -66,10 +66,10 @@ def _told(axes: list[Axis]) -> str:
 
 
 def _parts(axes: list[Axis]) -> list[Part]:
-    """Neighbours of one kind as one."""
+    """Neighbours of one kind as one: kept or erased alike, and of the pattern's letters or of its ellipsis alike."""
     return [
         (" × ".join(name(a) for a in together), kept, prod(a.size for a in together))
-        for kept, group in groupby(axes, key=lambda a: a.kept)
+        for (kept, _), group in groupby(axes, key=lambda a: (a.kept, a.name.startswith("...")))
         for together in [list(group)]
     ]
 
