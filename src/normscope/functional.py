@@ -25,6 +25,7 @@ from normscope.kernels.regular import (
     codes_of,
     in_order,
     into,
+    only_tensors,
     plain,
     recipe,
     remembered,
@@ -99,6 +100,11 @@ def normalize(
             running=running,
             training=training,
             mask=mask,
+        )
+    only_tensors("normalize", input, weight=weight, bias=bias, mask=mask)
+    if input.is_nested:
+        raise BadInput(
+            "normalize takes dense tensors, got a nested one. Pad it, and pass mask=, True where it is valid"
         )
     if mask is None:
         y = _fast(input, spec, weight, bias, running if spec.running else None, training)
@@ -242,6 +248,7 @@ def group_norm(
     ):
         call = recipe("group", input.dim(), num_groups, eps)
     if call is None:
+        only_tensors("group_norm", input)
         return into(F.group_norm(input, num_groups, weight, bias, eps), out)
     return dispatch.norm(
         input, weight, bias, call, out if out is None else writable(out, input, weight, bias)
@@ -303,6 +310,7 @@ def batch_norm(
         if call is not None and ((eps <= 0 or input.numel() == input.shape[1]) if training else eps < 0):
             call = None
     if call is None or not isinstance(momentum, (float, int)):
+        only_tensors("batch_norm", input)
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if training:
         return dispatch.norm_running(input, weight, bias, running_mean, running_var, call, plain(momentum))
@@ -358,6 +366,7 @@ def instance_norm(
         elif input.dim() > 2 and input.numel() > samples * channels:
             call = recipe("instance", input.dim(), 0, eps)
     if call is None or not isinstance(momentum, (float, int)):
+        only_tensors("instance_norm", input)
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if use_input_stats:
         return dispatch.norm_running(input, weight, bias, running_mean, running_var, call, plain(momentum))
@@ -394,9 +403,10 @@ def add_layer_norm(
             bias=bias,
             eps=eps,
         )
-    same(input, residual)
+    same("add_layer_norm", input, residual)
     call = trailing("layer", input, normalized_shape, weight, bias, eps)
     if call is None:
+        only_tensors("add_layer_norm", input, weight=weight, bias=bias)
         total = input + residual
         return F.layer_norm(total, normalized_shape, weight, bias, eps), total
     return dispatch.add_norm(input, residual, weight, bias, call)
@@ -428,9 +438,10 @@ def add_rms_norm(
             weight=weight,
             eps=eps,
         )
-    same(input, residual)
+    same("add_rms_norm", input, residual)
     call = trailing("rms", input, normalized_shape, weight, None, eps)
     if call is None:
+        only_tensors("add_rms_norm", input, weight=weight)
         total = input + residual
         return F.rms_norm(total, normalized_shape, weight, eps), total
     return dispatch.add_norm(input, residual, weight, None, call)
@@ -445,6 +456,7 @@ def scale_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -
     >>> scale_norm(torch.tensor([3.0, 4.0]), torch.tensor(10.0))
     tensor([6., 8.])
     """
+    only_tensors("scale_norm", input, weight=weight)
     return normalize(input, _spec("scale", input.dim(), 0, eps), weight)
 
 
@@ -458,6 +470,7 @@ def pixel_norm(input: Tensor, eps: float = 1e-8) -> Tensor:
     >>> pixel_norm(torch.tensor([[3.0, 4.0]]))
     tensor([[0.8485, 1.1314]])
     """
+    only_tensors("pixel_norm", input)
     return normalize(input, _spec("pixel", input.dim(), 0, eps))
 
 
@@ -471,6 +484,7 @@ def l2_norm(input: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
+    only_tensors("l2_norm", input)
     ndim = input.dim()
     if not -ndim <= dim < ndim:
         raise BadInput(f"dim is an axis of the input, which has {ndim}; got {dim}. The last is -1")

@@ -4,7 +4,16 @@ import gc
 
 import pytest
 
-from normscope.bench.timing import ATTEMPTS, BLOCK_CALLS, FEWEST, ROUNDS, alternate, rotated, undisturbed
+from normscope.bench.timing import (
+    ATTEMPTS,
+    BLOCK_CALLS,
+    FEWEST,
+    ROUNDS,
+    SLICE,
+    alternate,
+    rotated,
+    undisturbed,
+)
 
 
 class Clock:
@@ -93,6 +102,17 @@ def test_short_calls_run_in_blocks_after_one_that_warms_the_caches():
     trials = 2 * 6
     assert len(clock.calls) - trials == ROUNDS * 2 * (1 + BLOCK_CALLS)
     assert blocks(clock.calls[trials:])[:4] == ["a", "copy", "a", "copy"]
+
+
+def test_blocks_of_slower_calls_fit_into_one_slice_too():
+    clock = Clock()
+    took = 2e-4
+    always = iter(range(10**6)).__next__
+    alternate({"copy": clock.contender("copy", took)}, seconds=1e-9, clock=clock, interrupted=always)
+    calls = (len(clock.calls) - 6) // (
+        ROUNDS * ATTEMPTS
+    ) - 1  # each block is tried again, after one untimed call
+    assert calls == SLICE / 2 / took == 10
 
 
 def test_one_trial_that_was_held_up_does_not_decide():

@@ -8,9 +8,8 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 env=${1:-${TMPDIR:-/tmp}/normscope-frameworks}
 [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
 "$env/bin/python" -m pip install --quiet jax flax keras numpy pytest typer rich safetensors "setuptools>=77"
-NORMSCOPE_BUILD=none "$env/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable "$root"
 cd "$root"
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 PYTHONPATH="$root/src"  # not installed: that would take the kernels of another build away
 KERAS_BACKEND=jax "$env/bin/python" -m pytest -q tests/frameworks
 if [ -n "${TORCH_PYTHON:-}" ]; then
     packages=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')

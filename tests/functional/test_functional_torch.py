@@ -305,3 +305,63 @@ def test_compiles_whole(norm: Callable[[Tensor], Tensor], dynamic: bool) -> None
         dy = torch.randn_like(y)
         (dx,), (want,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy)
         torch.testing.assert_close(dx, want, rtol=0, atol=1e-5)
+
+
+def test_nested_tensors_go_to_pytorch():
+    rows = [torch.randn(5, 16), torch.randn(3, 16)]
+    w, b = torch.randn(16), torch.randn(16)
+    nested = torch.nested.nested_tensor(rows)
+    found = functional.layer_norm(nested, (16,), w, b)
+    for got, row in zip(found.unbind(), rows, strict=True):
+        # one rounding of the last step, PyTorch's kernel for nested tensors being another
+        assert torch.allclose(got, F.layer_norm(row, (16,), w, b), atol=1e-6)
+    with pytest.raises(
+        BadInput,
+        match=r"^normalize takes dense tensors, got a nested one\. Pad it, and pass mask=, True where it is valid$",
+    ):
+        functional.normalize(nested, families.layer_norm())
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda f, x: f.group_norm(x.numpy(), 2), "group_norm takes a tensor for input, got ndarray"),
+        (
+            lambda f, x: f.batch_norm(x.numpy(), None, None),
+            "batch_norm takes a tensor for input, got ndarray",
+        ),
+        (lambda f, x: f.instance_norm(None), "instance_norm takes a tensor for input, got NoneType"),
+        (
+            lambda f, x: f.add_layer_norm(x, None, (4,)),
+            "add_layer_norm takes a tensor for residual, got NoneType",
+        ),
+        (lambda f, x: f.add_rms_norm(x, x, (4,), [1.0]), "add_rms_norm takes a tensor for weight, got list"),
+        (lambda f, x: f.l2_norm(x.numpy()), "l2_norm takes a tensor for input, got ndarray"),
+        (lambda f, x: f.pixel_norm(2.0), "pixel_norm takes a tensor for input, got float"),
+        (lambda f, x: f.scale_norm(x, 2.0), "scale_norm takes a tensor for weight, got float"),
+        (
+            lambda f, x: f.normalize(x, families.layer_norm(), mask=[1]),
+            "normalize takes a tensor for mask, got list",
+        ),
+    ],
+)
+def test_what_is_no_tensor_is_named(call, told):
+    x = torch.randn(3, 4)
+    for _ in range(2):  # the second call finds what the first one remembered
+        with pytest.raises(TypeError, match=rf"^{told}\. Convert it: torch\.as_tensor"):
+            call(functional, x)
+
+
+def test_out_in_programs_and_under_vmap():
+    x = torch.randn(3, 16)
+    want = functional.layer_norm(x, (16,))
+    apart = torch.empty_like(x)
+    torch.compile(lambda z, into: functional.layer_norm(z, (16,), out=into), fullgraph=True, backend="eager")(
+        x, apart
+    )
+    assert torch.equal(apart, want)
+    # function transforms compute in plain PyTorch: a few roundings of the last digit
+    found = torch.vmap(lambda z: functional.layer_norm(z, (16,), out=torch.empty_like(z)))(x)
+    assert torch.allclose(found, want, atol=1e-6)
+    with pytest.raises(TypeError, match=r"^out is a tensor to write into, got str: torch\.empty_like"):
+        functional.layer_norm(x, (16,), out="a")

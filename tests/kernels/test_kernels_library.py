@@ -60,6 +60,7 @@ def small(tmp_path: Path) -> Callable[..., Path]:
         flags = [f"-I{build.SOURCES}"]
         _, error = compiler.make(str(tmp_path / "small.cpp"), tmp_path / build.file_name("base"), flags)
         assert not error
+        build.seal(tmp_path / build.file_name("base"))
         return tmp_path
 
     return make
@@ -148,8 +149,30 @@ def test_what_the_build_said_is_passed_on(tmp_path: Path) -> None:
 # ---- libraries that cannot be used
 
 
+@pytest.mark.parametrize("kept", [0, 0.1, 0.5, 0.99, -1])
+def test_a_file_that_was_cut_off_is_never_loaded(folder: Path, kept: float) -> None:
+    file = folder / build.file_name("base")
+    content = file.read_bytes()
+    file.unlink()  # the folder may hold links to the libraries in use
+    file.write_bytes(content[:-1] if kept < 0 else content[: int(kept * len(content))])
+    _, reasons = library.choose(folder, "base", set())
+    assert reasons["base"] == f"the file is damaged: its checksum is not that of its build {REMEDY}"
+
+
+def test_a_file_with_one_bit_changed_is_never_loaded(folder: Path) -> None:
+    file = folder / build.file_name("base")
+    content = bytearray(file.read_bytes())
+    file.unlink()
+    content[len(content) // 3] ^= 1
+    file.write_bytes(content)
+    _, reasons = library.choose(folder, "base", set())
+    assert reasons["base"] == f"the file is damaged: its checksum is not that of its build {REMEDY}"
+
+
 def test_a_corrupt_file(tmp_path: Path) -> None:
-    (tmp_path / build.file_name("base")).write_bytes(b"not a library" * 100)
+    file = tmp_path / build.file_name("base")
+    file.write_bytes(b"not a library" * 100)
+    build.seal(file)
     _, reasons = library.choose(tmp_path, "base", set())
     assert reasons["base"].startswith("cannot be loaded: OSError: ")
     assert reasons["base"].endswith(REMEDY)

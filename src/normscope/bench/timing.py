@@ -133,7 +133,9 @@ class _Block:
             if spent > COLD:
                 break
         took = max(took, 1e-9)  # a clock may stand still
-        calls = 1 if took >= LONG else max(BLOCK_CALLS, math.ceil(BLOCK_SECONDS / took))
+        # In one slice with some room, or one contender would be cleaned of interruptions and a slower one not.
+        most = math.floor(SLICE / 2 / took)
+        calls = 1 if took >= LONG else min(most, max(BLOCK_CALLS, math.ceil(BLOCK_SECONDS / took)))
         return cls(call, calls, took < COLD, calls * took < SLICE, clock, interrupted)
 
     def seconds(self) -> float:

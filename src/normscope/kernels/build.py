@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ SOURCES = Path(__file__).parent / "native"
 RECORD = "_native_build.txt"
 HOW = "python -m normscope.kernels.build"
 SWITCH = "NORMSCOPE_BUILD"  # the instruction sets to compile at install, or "none"; all where it is not set
+SEAL = b"normscope"  # behind every library, and a checksum behind it
 
 # instruction set -> (its compiler flags, what the CPU must have, as Linux calls it); the fastest first
 AVX2 = ("avx2", "fma", "f16c")
@@ -122,6 +124,7 @@ def _build(compiler: Compiler, flags: dict[str, tuple[str, ...]], folder: Path) 
                 new = folder / f"{file_name(isa)}.{os.getpid()}"
                 steps.append(compiler.link(into, new))
                 if not steps[-1].error:
+                    seal(new)
                     new.replace(folder / file_name(isa))
             failed = next((step for step in steps if step.error), None)
             told = f"not built: {failed.error}" if failed else made_of
@@ -132,11 +135,29 @@ def _build(compiler: Compiler, flags: dict[str, tuple[str, ...]], folder: Path) 
 
 def _digest(version: str, isa: str, flags: tuple[str, ...], compiler: Compiler) -> str:
     """Of everything that a library is made of."""
-    digest = hashlib.sha256(repr((version, compiler, FLAGS, flags)).encode())
+    digest = hashlib.sha256(repr((version, compiler, FLAGS, flags, SEAL)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(level(isa, path.name).encode())
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def seal(library: Path) -> None:
+    """Write the checksum of a library behind it, where no loader looks: loading a file that was cut off kills the
+    process."""
+    checksum = zlib.crc32(library.read_bytes())
+    with library.open("ab") as file:
+        file.write(SEAL + checksum.to_bytes(4, "little"))
+
+
+def intact(library: Path) -> bool:
+    """Whether a library is what was sealed.
+
+    Raises OSError where it cannot be read.
+    """
+    content = library.read_bytes()
+    body, end = content[: -len(SEAL) - 4], content[-len(SEAL) - 4 :]
+    return end == SEAL + zlib.crc32(body).to_bytes(4, "little")
 
 
 def outcome(folder: Path, isa: str) -> str:

@@ -85,10 +85,10 @@ def at_once(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -
 
     Checks take longer in Python than a small normalization; the operator makes them.
     """
-    recipe = _native(x, call)
-    if recipe is None:
-        return None
     try:
+        recipe = _native(x, call)
+        if recipe is None:
+            return None
         if is_grad_enabled() and (
             x.requires_grad
             or (weight is not None and weight.requires_grad)
@@ -97,7 +97,7 @@ def at_once(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -
             return apply_norm(x, weight, bias, recipe, None)
         y: Tensor = ops.norm_only(x, weight, bias, recipe)
         return y
-    except RuntimeError:
+    except (AttributeError, RuntimeError):  # no tensors, or not what the operator takes
         return None
 
 
@@ -105,12 +105,12 @@ def fixed_at_once(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call
 ) -> Tensor | None:
     """`fixed` of a call that nobody checked, as `at_once`."""
-    recipe = _native(x, call, "fixed")
-    if recipe is None or mean.requires_grad or var.requires_grad or mean.dtype is not var.dtype:
-        return None
-    if mean.dim() != 1 or var.dim() != 1:
-        return None
     try:
+        recipe = _native(x, call, "fixed")
+        if recipe is None or mean.requires_grad or var.requires_grad or mean.dtype is not var.dtype:
+            return None
+        if mean.dim() != 1 or var.dim() != 1:
+            return None
         if is_grad_enabled() and (
             x.requires_grad
             or (weight is not None and weight.requires_grad)
@@ -119,7 +119,7 @@ def fixed_at_once(
             return apply_fixed(x, mean, var, weight, bias, recipe)
         y: Tensor = ops.fixed(x, mean, var, weight, bias, recipe)
         return y
-    except RuntimeError:
+    except (AttributeError, RuntimeError):  # no tensors, or not what the operator takes
         return None
 
 

@@ -100,6 +100,8 @@ def choose(folder: Path, wish: str, features: Collection[str]) -> tuple[Library 
 def load(isa: str, path: Path) -> Library:
     """Raises Unusable where it is not what this version of Normscope needs, or computes wrongly."""
     try:
+        if not build.intact(path):
+            raise Unusable(f"the file is damaged: its checksum is not that of its build ({REMEDY})")
         functions = ctypes.CDLL(str(path))
         if (abi := functions.ns_abi()) != ABI:
             raise Unusable(f"has interface {abi} where {ABI} is needed ({REMEDY})")

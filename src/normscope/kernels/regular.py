@@ -17,6 +17,7 @@ from torch.overrides import handle_torch_function
 
 from normscope.errors import BadInput
 from normscope.kernels import layout
+from normscope.kernels.dispatch import transforming
 from normscope.kernels.elementary import HALF, axes_of, constant, shape_on
 from normscope.kernels.layout import Call
 from normscope.spec import NormSpec, families
@@ -24,6 +25,7 @@ from normscope.spec.parts import is_number
 
 is_compiling, strided = torch.compiler.is_compiling, torch.strided
 MOST_SEEN = 4096
+NONE = object()
 FLOATS = frozenset((torch.float32, *HALF, torch.float64))
 
 
@@ -116,7 +118,10 @@ def trailing(
     """The codes of a norm over the last axes, or None where something does not fit."""
     if not isinstance(x, Tensor) or not isinstance(normalized_shape, (tuple, list)):
         return None
-    shape, size = tuple(normalized_shape), x.shape
+    try:
+        shape, size = tuple(normalized_shape), x.shape
+    except RuntimeError:  # a nested tensor has none
+        return None
     ndim = len(size)
     if shape and size[ndim - len(shape) :] == shape and suits(x, shape, weight, bias):
         return remembered(kind, ndim, len(shape), eps)
@@ -142,7 +147,7 @@ def seen(kind: str, x: Tensor, number: int, eps: float) -> Call | None:
 
 def in_order(x: Tensor) -> Tensor:
     """With its axes in the order of memory, copied where need be: norms of PyTorch over the last axes return such."""
-    if (type(x) is Tensor or isinstance(x, Tensor)) and not x.is_contiguous():
+    if (type(x) is Tensor or isinstance(x, Tensor)) and not x.is_contiguous() and not x.is_nested:
         steps = x.stride()
         if any(a < b for a, b in pairwise(steps)):
             return x.contiguous()
@@ -156,7 +161,10 @@ def seen_trailing(kind: str, x: Tensor, normalized_shape: Sequence[int], eps: fl
     """
     if type(normalized_shape) is not tuple or type(x) is not Tensor:
         return None
-    size, number = x.shape, len(normalized_shape)
+    try:
+        size, number = x.shape, len(normalized_shape)
+    except RuntimeError:  # a nested tensor has none
+        return None
     if size[-number:] != normalized_shape:
         return None
     return _SEEN.get((kind, len(size), number, eps))
@@ -164,7 +172,10 @@ def seen_trailing(kind: str, x: Tensor, normalized_shape: Sequence[int], eps: fl
 
 def by_channel(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether x is (B, C, ...) and all that is given (C,)."""
-    size = x.shape
+    try:
+        size = x.shape
+    except (AttributeError, RuntimeError):  # no tensor, or a nested one
+        return False
     return len(size) > 1 and suits(x, size[1:2], *parameters)
 
 
@@ -182,16 +193,19 @@ def states(mean: Tensor | None, var: Tensor | None, by_batch: bool) -> bool:
 def suits(x: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> bool:
     """Whether x is one of the usual floats, dense and not empty, and every parameter has ``shape`` and one dtype:
     that of x, or float32 beside half types."""
-    dtype, here = x.dtype, x.is_cpu
-    if dtype not in FLOATS or x.layout is not strided or not x.numel():
+    try:
+        dtype, here = x.dtype, x.is_cpu
+        if dtype not in FLOATS or x.layout is not strided or not x.numel():
+            return False
+        common = None
+        for p in parameters:
+            if p is not None:
+                if common is None:
+                    common = p.dtype
+                if p.shape != shape or p.dtype is not common or p.is_cpu is not here:
+                    return False
+    except AttributeError:  # no tensor
         return False
-    common = None
-    for p in parameters:
-        if p is not None:
-            if common is None:
-                common = p.dtype
-            if p.shape != shape or p.dtype is not common or p.is_cpu is not here:
-                return False
     return common is None or common is dtype or (common is torch.float32 and dtype in HALF)
 
 
@@ -234,7 +248,21 @@ def ask(
     return answer
 
 
-def same(input: Tensor, residual: Tensor) -> None:
+def only_tensors(function: str, input: Any, *, residual: Any = NONE, **optional: Any) -> None:
+    """Raises TypeError where something that should be a tensor is none."""
+    needed = {"input": input} | ({} if residual is NONE else {"residual": residual})
+    for name, value in (*needed.items(), *optional.items()):
+        if not isinstance(value, Tensor) and (value is not None or name in needed):
+            raise TypeError(
+                f"{function} takes a tensor for {name}, got {type(value).__name__}. Convert it: "
+                f"torch.as_tensor({name})"
+            )
+
+
+def same(function: str, input: Tensor, residual: Tensor) -> None:
+    only_tensors(function, input, residual=residual)
+    if input.is_nested or residual.is_nested:
+        return  # for PyTorch to judge
     if input.shape != residual.shape or input.dtype is not residual.dtype or input.device != residual.device:
         raise BadInput(
             "a residual has the shape, dtype and device of the input: "
@@ -245,19 +273,24 @@ def same(input: Tensor, residual: Tensor) -> None:
 
 def writable(out: Tensor, input: Tensor, *parameters: Tensor | None) -> Tensor:
     """What may be written into: the input itself, or memory apart from all that is read."""
+    if not isinstance(out, Tensor):
+        raise TypeError(
+            f"out is a tensor to write into, got {type(out).__name__}: torch.empty_like(input) is one"
+        )
     if out.shape != input.shape or out.dtype is not input.dtype or out.device != input.device:
         raise BadInput(
             f"out has the shape, dtype and device of the input: {tuple(input.shape)}, {input.dtype}, {input.device}; "
             f"got {tuple(out.shape)}, {out.dtype}, {out.device}. Allocate it with torch.empty_like(input)"
         )
-    if _meets_itself(out):
+    # Neither a program that is compiled nor a function transform has memory that could be looked at.
+    apart = is_compiling() or transforming()
+    if not apart and _meets_itself(out):
         raise BadInput(
             f"each element of out has a place of its own in memory; got strides {out.stride()} for the shape "
             f"{tuple(out.shape)}. Allocate it with torch.empty_like(input)"
         )
     for t in (input, *parameters):
-        itself = t is input and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()
-        if t is not None and not itself and _meet(t, out):
+        if t is not None and not apart and not (t is input and _one(t, out)) and _meet(t, out):
             raise BadInput(
                 "out overlaps in memory with what is read, so that values would be overwritten before their use. Pass "
                 "the input itself, or a tensor of its own: torch.empty_like(input)"
@@ -280,6 +313,10 @@ def _meets_itself(t: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def _one(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:
