@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from normscope.errors import BadInput, NormscopeError
+from normscope.errors import NormscopeError
 from normscope.identify.compare_fields import differences, value_differences
 from normscope.identify.compare_gap import Gap, gap
 from normscope.identify.compare_inputs import CENTERED, inputs_for
 from normscope.identify.compare_layout import Layout, as_first_reads, read_layout
+from normscope.identify.compare_pair import two_sides
 from normscope.identify.compare_result import WORDS, Comparison, Counterexample, Difference
 from normscope.identify.compare_search import shrunk
-from normscope.identify.compare_shapes import common_rank, shapes
-from normscope.identify.compare_sides import Side, fits, shape_of, side_of
+from normscope.identify.compare_sides import Side
 from normscope.identify.compare_values import carried, free_values
-from normscope.spec import NormSpec, PatternError, Sameness
+from normscope.spec import NormSpec, Sameness
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     Values = Mapping[str, Array]
     Pair = tuple[Values | None, Values | None]
 
-LARGE = 2**12
-"""elements of an example above which its free axes are cut"""
-SHORT = (4, 2)
 KEEP = 0.5
 """of the largest difference that a smaller counterexample must show"""
 
@@ -67,106 +64,8 @@ def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -
     order = read_layout(layout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sets of one element and the like are tried on purpose
-        found = _sides(a, b, example, order)
+        found = two_sides(a, b, example, order)
         return found if isinstance(found, Comparison) else _Comparing(*found, order).result()
-
-
-def _sides(a: Any, b: Any, example: Any, order: Layout) -> Comparison | tuple[Side, Side, tuple[int, ...]]:
-    if example is not None:
-        shape = shape_of(example)
-        if order.names_a is not None and len(order.names_a.split()) != len(shape):
-            raise BadInput(
-                f"the layout {order.names_a!r} names {len(order.names_a.split())} axes, the example has {len(shape)}. "
-                "Name each axis once."
-            )
-        one = side_of(a, _given(a, example), order.names_a, "the first")
-        two = side_of(b, _given(b, order.forth(example)), order.names_b, "the second")
-        for side, at in ((one, shape), (two, order.forth(shape))):
-            why = fits(side, np.random.default_rng(0).standard_normal(at), _some(side, at))
-            if why:
-                raise BadInput(f"an example is an input of both; {side.name} does not take shape {at}: {why}")
-        return one, two, _short(shape, one, two, order)
-    known = [_readable(obj, which) for obj, which in ((a, "first"), (b, "second"))]
-    specs = [known[0][0], known[1][0]]
-    if order.order is not None:
-        known[1] = (as_first_reads(known[1][0], order, len(order.order)), *known[1][1:])
-    for shape in shapes(*known):
-        x = np.random.default_rng(0).standard_normal(shape)
-        try:
-            one = side_of(a, x, order.names_a, "the first")
-            two = side_of(b, order.forth(x), order.names_b, "the second")
-        except (NormscopeError, ValueError):
-            continue
-        if not fits(one, x, _some(one, shape)) and not fits(
-            two, order.forth(x), _some(two, order.forth(shape))
-        ):
-            return one, two, shape
-    if order.order is None and not common_rank(*specs):
-        return _no_common_input(a, b, *specs)
-    raise BadInput("no shape was found that both take. Pass an example: compare(a, b, example).")
-
-
-def _no_common_input(a: Any, b: Any, spec_a: NormSpec, spec_b: NormSpec) -> Comparison:
-    """No number of axes is read by both."""
-    mine, other = (
-        f"{spec.stats}, ndim {spec.ndim}" if spec.ndim else spec.stats for spec in (spec_a, spec_b)
-    )
-    names = [f"spec ({x.stats})" if isinstance(x, NormSpec) else type(x).__name__ for x in (a, b)]
-    return Comparison(
-        names[0],
-        names[1],
-        same=False,
-        differences=(Difference("axes", mine, other, np.nan, "both"),),
-        modes={"train": False, "eval": False},
-        spec_a=spec_a,
-        spec_b=spec_b,
-        notes=("no input has a number of axes that both take",),
-    )
-
-
-def _readable(obj: Any, which: str) -> tuple[NormSpec, dict[str, tuple[int, ...]], Any]:
-    """What can be known without an input. Raises BadInput where that is too little."""
-    if isinstance(obj, NormSpec):
-        return obj, {}, obj
-    from normscope.reading import UnknownNormalization, read
-
-    try:
-        reading = read(obj)
-    except UnknownNormalization as error:
-        raise BadInput(
-            f"the {which} cannot be read without running it ({error}) Pass an example of its input: "
-            "compare(a, b, example)."
-        ) from None
-    return reading.spec, {name: tuple(t.shape) for name, t in reading.tensors.items()}, obj
-
-
-def _given(obj: Any, example: Any) -> Any:
-    """Sizes as an array where a module wants one."""
-    if hasattr(obj, "named_parameters") and isinstance(example, (tuple, list)):
-        return np.zeros(tuple(example))
-    return example
-
-
-def _some(side: Side, shape: Sequence[int]) -> Values | None:
-    """Values for a side that has none of its own."""
-    return free_values(side.spec, shape) if side.held is None and side.settable and side.spec else None
-
-
-def _short(shape: tuple[int, ...], a: Side, b: Side, order: Layout) -> tuple[int, ...]:
-    """Large examples cut along the axes whose size both leave open."""
-    for short, axis in ((short, axis) for short in SHORT for axis in range(len(shape))):
-        if prod(shape) <= LARGE:
-            break
-        shorter = (*shape[:axis], min(short, shape[axis]), *shape[axis + 1 :])
-        x = np.random.default_rng(0).standard_normal(shorter)
-        try:
-            takes = not fits(a, x, _some(a, shorter)) and not fits(
-                b, order.forth(x), _some(b, order.forth(shorter))
-            )
-        except PatternError:
-            takes = False
-        shape = shorter if takes else shape
-    return shape
 
 
 @dataclass(frozen=True, eq=False)

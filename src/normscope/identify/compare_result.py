@@ -91,7 +91,9 @@ class Comparison:
     """Whether two normalizations are one function. ``bool`` is True only where that was decided.
 
     Attributes:
-        same: True, False, or None where it could not be decided (`notes` say why).
+        same: True where all of `modes` are the same; False where one is not, also bfloat16 alone (two that round in
+            another order are one function of real numbers, and not interchangeable); None where it could not be
+            decided (`notes` say why).
         differences: every difference by field, those that matter most first. Where `same` is True only those that
             are a convention of storage (``mode="parameters"``).
         counterexample: the input on which they differ most, made small; None where none was found.
