@@ -164,10 +164,20 @@ class TestRules:
         def broken(*_: object) -> None:
             raise ZeroDivisionError("on purpose")
 
-        monkeypatch.setattr("normscope.monitor.look.Look._describe", broken)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-        notes = one_step(model, torch.randn(16, 8)).report().notes
+        with monkeypatch.context() as patch:
+            patch.setattr("normscope.monitor.look.Look._describe", broken)
+            notes = one_step(model, torch.randn(16, 8)).report().notes
         assert "1 could not be looked at: ZeroDivisionError: on purpose" in notes
+        with monkeypatch.context() as patch:
+            patch.setattr("normscope.monitor.verdict.verdict", broken)
+            monitor = one_step(model, torch.randn(16, 8))
+        assert "after step 1 it could not be judged: ZeroDivisionError: on purpose" in monitor.report().notes
+        with monkeypatch.context() as patch:
+            patch.setattr("normscope.monitor.monitor.counters", broken)
+            monitor = one_step(model, torch.randn(16, 8))
+        assert "after step 0 no look was begun: ZeroDivisionError: on purpose" in monitor.report().notes
+        assert monitor.steps == 1
 
 
 class TestFiles:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from normscope.doctor import arguments
 from normscope.doctor.check import chosen
-from normscope.doctor.report import Finding, Report, severity_rank
+from normscope.doctor.report import Finding, Report
 from normscope.doctor.session import Session
 from normscope.doctor.tracing.paths import ModuleNames
 from normscope.doctor.tracing.readings import Readings
@@ -20,10 +21,10 @@ from normscope.errors import BadInput, NormscopeError, told
 from normscope.monitor import verdict
 from normscope.monitor.given import optimizers, refuse_shards, roots
 from normscope.monitor.look import Look, SiteLook
+from normscope.monitor.news import News
 from normscope.monitor.ranks import Ranks, process_group
 from normscope.monitor.records import counters, record, watches
 from normscope.monitor.watch import Hook, in_backward, out_of_sight
-from normscope.monitor.writers import JsonLines, TensorBoard, Writer
 
 if TYPE_CHECKING:
     from normscope.monitor.verdict import Judged
@@ -104,12 +105,8 @@ class Monitor:
         self._settings = {"seed": seed, "frozen_policy": frozen_policy}
         self._on_finding = on_finding
         self._jsonl, self._tensorboard = jsonl, tensorboard
-        found = process_group()
-        self._world = found[0] if world is None else world
-        self._rank = found[1] if rank is None else rank
-        self._own_store, self._store = store is not None, found[2] if store is None else store
+        self._group = world, rank, store
         self._handles: list[Any] = []
-        self._writers: list[Writer] = []
         self._running = False
         self._reset()
 
@@ -122,8 +119,7 @@ class Monitor:
         self._trained = self._told_of_batches = False
         self._forwards = self._looks = 0
         self._look: Look | None = None
-        self._found: list[Finding] = []
-        self._severity: dict[tuple[str, str, str], int] = {}
+        self._news = News(self._on_finding, None, None)
         self._measured: dict[str, Any] = {}
         self._reasons: dict[str, str] = {}
         self._notes: list[str] = []
@@ -150,25 +146,23 @@ class Monitor:
             self._modes = verdict.Modes(session, several=self._several)
         self._names = ModuleNames(self._modes.model)
         self._readings = Readings()
+        world, rank, store = (
+            there if given is None else given
+            for given, there in zip(self._group, process_group(), strict=True)
+        )
         # the n-th monitors of all ranks belong together; a store of the user's own is theirs alone
-        number = 0 if self._own_store else next(_NUMBERS)
-        self._ranks = Ranks(self._world, self._rank, self._store, number)
+        self._ranks = Ranks(world, rank, store, next(_NUMBERS) if self._group[2] is None else 0)
         subject = verdict.subject_of(self._modes, **self._settings)
         self._watches, unseen = watches(subject.sites, self._names)
         if unseen:
             self._notes.append(f"{', '.join(unseen)}: scripted, takes no hooks and is not watched")
-        if self._jsonl is not None:
-            self._writers.append(JsonLines(self._jsonl))
-        if self._tensorboard is not None:
-            self._writers.append(TensorBoard(self._tensorboard))
+        self._news = News(self._on_finding, self._jsonl, self._tensorboard)
+        self._running = True
         for watch in self._watches.values():
             self._handles += watch.hooks()
-        self._handles += [
-            root.register_forward_pre_hook(Hook(self._forward), with_kwargs=True)
-            for root in roots(self._modes.model)
-        ]
+        for root in roots(self._modes.model):
+            self._handles.append(root.register_forward_pre_hook(Hook(self._forward), with_kwargs=True))
         self._handles += [o.register_step_post_hook(self._optimizer_stepped) for o in self._optimizers]
-        self._running = True
         self._begin_look()
         return self
 
@@ -186,11 +180,9 @@ class Monitor:
         for watch in self._watches.values():
             watch.close(self._forwards, whole=False)
         try:
-            self._tell(self._judge()[0])
+            self._news.tell(self.steps, self._judged(None))
         finally:
-            for writer in self._writers:
-                writer.close()
-            self._writers = []
+            self._news.close()
 
     # -- what training tells -------------------------------------------------------------------------------
 
@@ -249,26 +241,36 @@ class Monitor:
     # -- looks ---------------------------------------------------------------------------------------------
 
     def _begin_look(self) -> None:
-        subject = verdict.subject_of(self._modes, **self._settings)
-        self._counters = counters(self._watches)
-        costly = self._looks % self.COSTLY_EVERY == 0
-        self._look = Look(self.steps + 1, subject, self._readings, costly=costly)
-        self._looks += 1
+        with self._surviving("no look was begun"):
+            subject = verdict.subject_of(self._modes, **self._settings)
+            self._counters = counters(self._watches)
+            costly = self._looks % self.COSTLY_EVERY == 0
+            self._look = Look(self.steps + 1, subject, self._readings, costly=costly)
+            self._looks += 1
 
     def _looked(self, look: Look) -> None:
         self.looks.update(look.sites)
         self._note(look.failed)
-        found: list[Finding] = []
-        try:
+        with self._surviving("the ranks could not be compared"):
             eps = {site: float(getattr(watch.module, "eps", 0.0)) for site, watch in self._watches.items()}
             self._ranks.exchange(look.step, look.stored, eps)
+        found = self._judged(look)
+        self._news.looks(look.sites.values())
+        self._news.tell(self.steps, found)
+
+    def _judged(self, look: Look | None) -> list[Finding]:
+        found: list[Finding] = []
+        with self._surviving("it could not be judged"):
             found = self._judge(look)[0]
-        except Exception as error:  # a fault of the monitor must not end a training
-            self._note([f"step {look.step} could not be judged: {told(error)}"])
-        for writer in self._writers:
-            for site in look.sites.values():
-                writer.look(site)
-        self._tell(found)
+        return found
+
+    @contextmanager
+    def _surviving(self, what: str) -> Iterator[None]:
+        """A fault of the monitor must not end a training; it is told in the report."""
+        try:
+            yield
+        except Exception as error:
+            self._note([f"after step {self.steps} {what}: {told(error)}"])
 
     def _judge(self, look: Look | None = None, *, settled: bool = False) -> Judged:
         subject = verdict.subject_of(self._modes, **self._settings)
@@ -288,26 +290,11 @@ class Monitor:
             steps=self.steps,
             knows_steps=self._knows_steps,
             trained=self._trained or any(watch.total_with_grad for watch in self._watches.values()),
-            world=self._world,
-            rank=self._rank,
+            world=self._ranks.world,
+            rank=self._ranks.rank,
         )
         which = verdict.rules(self._select, self._ignore, settled=settled or self.steps >= verdict.WARM)
         return *verdict.verdict(which, subject, self._reasons), subject.sites
-
-    def _tell(self, found: Iterable[Finding]) -> None:
-        for finding in found:
-            news = False
-            for one in (finding, *finding.also):
-                key = one.code, one.site, str(one.evidence.get("diagnosis", ""))
-                if severity_rank(one.severity) > self._severity.get(key, -1):
-                    self._severity[key], news = severity_rank(one.severity), True
-            if not news:
-                continue
-            self._found.append(finding)
-            for writer in self._writers:
-                writer.finding(self.steps, finding)
-            if self._on_finding is not None:
-                self._on_finding(finding)
 
     def _note(self, notes: Iterable[str]) -> None:
         self._notes += [note for note in dict.fromkeys(notes) if note not in self._notes]
@@ -317,7 +304,7 @@ class Monitor:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """In the order in which they appeared; one that grows to new sites or graver appears again."""
-        return tuple(self._found)
+        return tuple(self._news.found)
 
     def report(self) -> Report:
         """What holds now, of all that was seen since ``start()``; rules on settled statistics included."""
@@ -329,6 +316,6 @@ class Monitor:
         return verdict.report_of(
             self._modes.model,
             self._judge(settled=True),
-            earlier=self._found,
+            earlier=self._news.found,
             notes=[*self._notes, f"seen: {self.steps} optimizer steps, a look at every {self.every}th"],
         )

@@ -1,0 +1,62 @@
+"""Findings as they appear: each is told once, and again where it grows to new sites or graver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from normscope.doctor.report import Finding, severity_rank
+from normscope.monitor.look import SiteLook
+from normscope.monitor.writers import JsonLines, TensorBoard, Writer
+
+
+class News:
+    """Who hears of findings and looks: files, and the user's function.
+
+    Args:
+        on_finding: called last, since it may raise to end the training.
+        jsonl, tensorboard: as for a monitor.
+
+    Raises:
+        MissingExtra: a directory for TensorBoard, which is not installed.
+    """
+
+    def __init__(
+        self, on_finding: Callable[[Finding], object] | None, jsonl: str | Path | None, tensorboard: Any
+    ) -> None:
+        self.found: list[Finding] = []
+        self._graveness: dict[tuple[str, str, str], int] = {}
+        self._on_finding = on_finding
+        self._writers: list[Writer] = []
+        if jsonl is not None:
+            self._writers.append(JsonLines(jsonl))
+        if tensorboard is not None:
+            self._writers.append(TensorBoard(tensorboard))
+
+    def looks(self, looks: Iterable[SiteLook]) -> None:
+        for look in looks:
+            for writer in self._writers:
+                writer.look(look)
+
+    def tell(self, step: int, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            if not self._is_new(finding):
+                continue
+            self.found.append(finding)
+            for writer in self._writers:
+                writer.finding(step, finding)
+            if self._on_finding is not None:
+                self._on_finding(finding)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+    def _is_new(self, finding: Finding) -> bool:
+        new = False
+        for one in (finding, *finding.also):
+            key = one.code, one.site, str(one.evidence.get("diagnosis", ""))
+            if severity_rank(one.severity) > self._graveness.get(key, -1):
+                self._graveness[key], new = severity_rank(one.severity), True
+        return new
