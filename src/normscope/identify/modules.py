@@ -67,6 +67,11 @@ def identify_module(
     if (keras := sys.modules.get("keras")) and isinstance(
         module, keras.Layer
     ):  # on torch, layers are modules too
+        if training is not None:
+            raise BadInput(
+                f"training is for torch modules; got training={training} for a Keras layer. Identify the function of "
+                "each mode: lambda x: layer(x, training=True)"
+            )
         return identify_box(box_of(module, example), shape_of(example), layout=layout)
     module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
     with global_generators_kept():
