@@ -181,7 +181,7 @@ def test_a_corrupt_file(tmp_path: Path) -> None:
 def test_a_folder_in_its_place(tmp_path: Path) -> None:
     (tmp_path / build.file_name("base")).mkdir()
     _, reasons = library.choose(tmp_path, "base", set())
-    assert reasons["base"].startswith("cannot be loaded: OSError: ")
+    assert reasons["base"].startswith("cannot be loaded: IsADirectoryError: ")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
