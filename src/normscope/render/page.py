@@ -128,6 +128,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "breakable": _breakable,
         "picture": _picture,
         "csv_link": _csv_link,
         "file_name": _file_name,
@@ -163,6 +164,11 @@ def _allowed() -> str:
 def _picture(figure: Figure) -> Markup:
     """The drawing, made by this package from numbers and from words of its own."""
     return Markup(figure.svg)
+
+
+def _breakable(name: str) -> Markup:
+    """A dotted name that may wrap behind its dots."""
+    return Markup(".<wbr>").join(name.split("."))
 
 
 def _csv_link(figure: Figure) -> str:

@@ -13,7 +13,7 @@ from normscope.render.sites import described
 if TYPE_CHECKING:
     from normscope.doctor.report import Finding, Report, SiteRow
 
-SHORT = 24
+SHORT = 64
 """letters of a name on a tile"""
 
 
@@ -103,8 +103,8 @@ def _said(state: str, found: list[Finding]) -> str:
 def short(name: str) -> str:
     """The end of a long name, cut where a part begins.
 
-    >>> short("norm1"), short("encoder.layer.0.attention.output.LayerNorm")
-    ('norm1', '…output.LayerNorm')
+    >>> short("norm1"), short("model.decoder." + "block." * 12 + "norm")
+    ('norm1', '…block.block.block.block.block.block.block.block.block.norm')
     """
     if len(name) <= SHORT:
         return name

@@ -25,10 +25,12 @@
     document.getElementById("status").textContent =
       `${shown} of ${findings.length} entries` + (text ? `, ${sites.size} of ${names.size} sites` : "");
   }
-  form.hidden = false;
-  form.addEventListener("input", filter);
-  form.addEventListener("submit", (event) => event.preventDefault());
-  filter();
+  if (form) {
+    form.hidden = false;
+    form.addEventListener("input", filter);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    filter();
+  }
 
   const table = document.getElementById("table");
   const headings = table ? all("thead th", table) : [];
