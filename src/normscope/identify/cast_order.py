@@ -98,12 +98,14 @@ def _left_by_one_rounding(spec: NormSpec, x: Array, y: Array, gains: Array, shif
     weight = 1 / bit**2
 
     def mean(a: Array) -> Array:
-        return (weight * a).sum(erased, keepdims=True) / weight.sum(erased, keepdims=True)
+        average: Array = (weight * a).sum(erased, keepdims=True) / weight.sum(erased, keepdims=True)
+        return average
 
     level = (mean(u), mean(z)) if spec.center else (0.0, 0.0)
     slope = mean((u - level[0]) * (z - level[1])) / mean((u - level[0]) ** 2)
-    left: Array = (z - level[1] - slope * (u - level[0])) / bit
-    return left * np.sqrt(bound.set_size / (bound.set_size - 1 - int(spec.center)))
+    free = bound.set_size - 1 - int(spec.center)
+    left: Array = (z - level[1] - slope * (u - level[0])) / bit * np.sqrt(bound.set_size / free)
+    return left
 
 
 def _power(y: Array) -> Array:

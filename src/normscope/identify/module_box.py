@@ -190,7 +190,8 @@ class ModuleBox:
         """Further floating inputs of the call that the output depends on."""
         x = np.random.default_rng(61).standard_normal(self.shape)
         start, found = self(x), []
-        for place, value in (*enumerate(self.call.args), *self.call.kwargs.items()):
+        passed: list[tuple[int | str, Any]] = [*enumerate(self.call.args), *self.call.kwargs.items()]
+        for place, value in passed:
             if (
                 place == self.call.place
                 or not isinstance(value, torch.Tensor)

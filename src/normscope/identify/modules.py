@@ -64,9 +64,8 @@ def identify_module(
     >>> print(found.spec)
     b c ... -> b c; rank 3 or more; centered; std, biased; eps 0.001 inside the root; no weight; no bias
     """
-    if (keras := sys.modules.get("keras")) and isinstance(
-        module, keras.Layer
-    ):  # on torch, layers are modules too
+    keras = sys.modules.get("keras")
+    if keras and isinstance(module, keras.Layer):  # on torch, layers are modules too
         if training is not None:
             raise BadInput(
                 f"training is for torch modules; got training={training} for a Keras layer. Identify the function of "
