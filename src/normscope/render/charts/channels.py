@@ -86,7 +86,7 @@ def _caption(measured: Mapping[str, Any], what: str, rows: list[dict[str, Any]])
         else f"All {told} channels"
     )
     return (
-        f"{some}, {measured['samples']} samples. Farthest apart, by mean or variance, is channel {worst['channel']}: {what} "
-        f"{number(worst['running'])} stored and {number(worst['batch'])} in this batch. "
+        f"{some}, {measured['samples']} samples. Farthest apart, by mean or variance, is channel {worst['channel']}: "
+        f"{what} {number(worst['running'])} stored and {number(worst['batch'])} in this batch. "
         "On the dashed line both are equal."
     )
