@@ -431,7 +431,7 @@ class TestCheckpointAlone:
         subject = SimpleNamespace(
             sites=[full, bare],
             known=lambda: iter(()),
-            measured={},
+            measured={}, state=None,
             optimizer=None,
             frozen_policy="",
             inputs_dependent="",
