@@ -431,7 +431,8 @@ class TestCheckpointAlone:
         subject = SimpleNamespace(
             sites=[full, bare],
             known=lambda: iter(()),
-            measured={}, state=None,
+            measured={},
+            state=None,
             optimizer=None,
             frozen_policy="",
             inputs_dependent="",

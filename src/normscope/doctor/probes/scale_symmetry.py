@@ -66,6 +66,10 @@ class ScaleSymmetryProbe(Probe):
     name = "scale_symmetry"
     runs = ("gradient",)
 
+    def start(self, subject: Subject) -> str | None:
+        # two more forward passes, of use only to who decays weights
+        return "no optimizer was given: pass optimizer=" if subject.optimizer is None else None
+
     def finish(self, subject: Subject) -> dict[str, Symmetry]:
         names = {id(p): n for n, p in subject.model.named_parameters()}
         found: dict[str, Symmetry] = {}

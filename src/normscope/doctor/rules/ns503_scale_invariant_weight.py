@@ -49,7 +49,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from normscope.doctor.report import Finding, NotRun
+from normscope.doctor.report import Finding
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, number
 
@@ -59,11 +59,9 @@ if TYPE_CHECKING:
 
 
 @rule("NS503", "scale-invariant-weight", kinds="D", needs=("scale_symmetry",))
-def check(subject: Subject) -> Iterator[Finding | NotRun]:
+def check(subject: Subject) -> Iterator[Finding]:
     optimizer = subject.optimizer
-    if optimizer is None:
-        yield NotRun("NS503", "no optimizer was given: pass optimizer=")
-        return
+    assert optimizer is not None  # or the probe did not run
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     kinds = {cls.__name__ for cls in type(optimizer).__mro__}
     found = []
