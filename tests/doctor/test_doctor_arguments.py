@@ -226,7 +226,10 @@ def test_a_loss_with_state_and_targets_it_writes_to_are_left_as_they_were() -> N
 
 
 def test_targets_without_a_loss_are_told() -> None:
-    assert "targets were given without a loss_fn, so only NS504 looked at them" in normscope.check(net(), X, Y).notes
+    assert (
+        "targets were given without a loss_fn, so only NS504 looked at them"
+        in normscope.check(net(), X, Y).notes
+    )
 
 
 def test_a_rule_that_could_not_look_has_not_passed() -> None:
