@@ -1,4 +1,4 @@
-"""Changes of a model that keep what it computes; each returns ``(model, TransformReport)``.
+"""Changes of a model; each returns ``(model, TransformReport)``.
 
 Every transform can be rehearsed (``dry_run=True``), is checked on a sample where one is given, and says of each
 normalization what it did or why it left it alone.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from normscope.transforms.accelerate import accelerate
 from normscope.transforms.agreement import Deviation
+from normscope.transforms.freeze import freeze, unfreeze
 from normscope.transforms.report import Agreement, SiteChange, TransformReport
 
-__all__ = ["Agreement", "Deviation", "SiteChange", "TransformReport", "accelerate"]
+__all__ = ["Agreement", "Deviation", "SiteChange", "TransformReport", "accelerate", "freeze", "unfreeze"]
