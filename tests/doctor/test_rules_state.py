@@ -433,6 +433,7 @@ class TestCheckpointAlone:
             known=lambda: iter(()),
             measured={},
             state=None,
+            lacking=None,
             optimizer=None,
             frozen_policy="",
             inputs_dependent="",
