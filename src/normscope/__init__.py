@@ -26,6 +26,7 @@ _HOME = {
     "spec_of": "normscope.reading",
     "RunningState": "normscope.spec",
     "check": "normscope.doctor.check",
+    "check_state": "normscope.doctor.check_state",
     "Monitor": "normscope.monitor.monitor",
     "explain": "normscope.doctor.explain",
     "Report": "normscope.doctor.report",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from normscope import verify as verify
     from normscope.allocator import tune_allocator as tune_allocator
     from normscope.doctor.check import check as check
+    from normscope.doctor.check_state import check_state as check_state
     from normscope.doctor.explain import explain as explain
     from normscope.doctor.report import Finding as Finding
     from normscope.doctor.report import Report as Report

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from normscope.cli import streams
+from normscope.cli import stored, streams
 from normscope.cli.frame import FINDINGS, console, note, progress
 from normscope.errors import BadInput
 
@@ -33,7 +33,9 @@ HINT = (
 
 def command(
     target: str = typer.Argument(
-        ..., metavar="TARGET", help="package.module:attribute, or demo, demo:healthy."
+        ...,
+        metavar="TARGET",
+        help="package.module:attribute, a .onnx file or one of weights, or demo, demo:healthy.",
     ),
     data: Path | None = typer.Option(
         None, "--data", metavar="FILE", help="A batch: .npz, .npy, .pt (tensors only) or .safetensors."
@@ -64,6 +66,12 @@ def command(
     frozen_policy: str | None = typer.Option(
         None, "--frozen-policy", help="What you meant to freeze: statistics, affine or both."
     ),
+    eps: float | None = typer.Option(
+        None, "--eps", help="Of a file of weights: the eps your code builds its norms with."
+    ),
+    momentum: float | None = typer.Option(
+        None, "--momentum", help="Of a file of weights: the update fraction of the running statistics."
+    ),
     baseline: Path | None = typer.Option(
         None, "--baseline", metavar="FILE", help="Known findings, which do not count."
     ),
@@ -89,6 +97,9 @@ def command(
     TARGET is a module, or a function returning one, (model, inputs[, targets]), or a dict with model, inputs,
     targets, mask, loss_fn, optimizer, dataset_size. A file given with --data holds one array, or named ones: inputs,
     targets, mask (true where valid); other names are passed to the model as keyword arguments.
+
+    Of a file of weights (.safetensors, .pt, .pth, .ckpt, .bin, an index of shards, a transformers folder) the stored
+    norms are checked, without code.
 
     Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 the command or target is wrong.
     """
@@ -120,45 +131,60 @@ def command(
         from normscope.doctor.check import check
         from normscope.doctor.suppress import suppress
         from normscope.render.grouping import counted
-        from normscope.targets import imported
+        from normscope.targets import imported, state_files
 
-        loaded = targets.resolve(target, data=data, input_spec=input_, weights=weights)
-        for said in loaded.notes:
-            note(said)
-        if explain:
-            return _explained(
-                loaded,
-                format_,
-                seed=defaults.seed if seed is None else seed,
-                target=target,
-                out=out,
-                step=step,
+        loaded = None
+        if state_files.names_state(target):
+            needing = {
+                "--data": data,
+                "--input": input_,
+                "--weights": weights,
+                "--fix": fixes,
+                "--explain": explain,
+            }
+            stored.refuse(target, needing)
+            report = stored.check(
+                target, select=wanted, ignore=unwanted, eps=eps, momentum=momentum, step=step
             )
-        sizes = (dataset_size, loaded.dataset_size, defaults.dataset_size)
-        report = check(
-            loaded.model,
-            loaded.inputs,
-            loaded.targets,
-            loss_fn=loaded.loss_fn,
-            optimizer=loaded.optimizer,
-            mask=loaded.mask,
-            state=loaded.state,
-            select=wanted,
-            ignore=unwanted,
-            seed=defaults.seed if seed is None else seed,
-            dataset_size=next((size for size in sizes if size is not None), None),
-            frozen_policy=defaults.frozen_policy if frozen_policy is None else frozen_policy,
-            synthetic=loaded.synthetic,
-            target=target,
-            progress=step,
-        )
-    if not report.source:
+        else:
+            stored.refuse_stated({"--eps": eps, "--momentum": momentum})
+            loaded = targets.resolve(target, data=data, input_spec=input_, weights=weights)
+            for said in loaded.notes:
+                note(said)
+            if explain:
+                return _explained(
+                    loaded,
+                    format_,
+                    seed=defaults.seed if seed is None else seed,
+                    target=target,
+                    out=out,
+                    step=step,
+                )
+            sizes = (dataset_size, loaded.dataset_size, defaults.dataset_size)
+            report = check(
+                loaded.model,
+                loaded.inputs,
+                loaded.targets,
+                loss_fn=loaded.loss_fn,
+                optimizer=loaded.optimizer,
+                mask=loaded.mask,
+                state=loaded.state,
+                select=wanted,
+                ignore=unwanted,
+                seed=defaults.seed if seed is None else seed,
+                dataset_size=next((size for size in sizes if size is not None), None),
+                frozen_policy=defaults.frozen_policy if frozen_policy is None else frozen_policy,
+                synthetic=loaded.synthetic,
+                target=target,
+                progress=step,
+            )
+    if loaded is not None and not report.source:
         report = replace(report, source=imported.source_of(target))
     if write_baseline is not None:
         known = Baseline.of(suppress(report, defaults.ignore_site), known)
         write_baseline.write_text(known.to_json() + "\n", encoding="utf-8")
         note(f"{write_baseline} accepts {counted(len(known.entries), 'finding')}")
-    if output is not None:
+    if output is not None and loaded is not None:
         _fixed(report, fixes, loaded, output, unsafe=unsafe)
     report = suppress(report, defaults.ignore_site, known)
     if format_ == "text":

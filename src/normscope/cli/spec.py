@@ -7,14 +7,16 @@ from pathlib import Path
 
 import typer
 
-from normscope.cli import streams
+from normscope.cli import stored, streams
 from normscope.cli.frame import console
 from normscope.errors import BadInput
 
 
 def command(
     target: str = typer.Argument(
-        ..., metavar="TARGET", help="package.module:attribute, or demo, demo:healthy."
+        ...,
+        metavar="TARGET",
+        help="package.module:attribute, a .onnx file or one of weights, or demo, demo:healthy.",
     ),
     data: Path | None = typer.Option(
         None,
@@ -36,19 +38,25 @@ def command(
         raise BadInput(f"--format is text or json; got {format_!r}")
     out = streams.claim()
     from normscope import targets
+    from normscope.doctor.check_state import describe_state
     from normscope.doctor.describe import describe
     from normscope.render.sites import print_sites
+    from normscope.targets import state_files
 
-    loaded = targets.resolve(target, data=data, input_spec=input_)
-    rows = describe(loaded.model, loaded.inputs)
+    if state_files.names_state(target):
+        stored.refuse(target, {"--data": data, "--input": input_})
+        rows, ran = describe_state(Path(target)), False
+    else:
+        loaded = targets.resolve(target, data=data, input_spec=input_)
+        rows, ran = describe(loaded.model, loaded.inputs), loaded.inputs is not None
     if format_ == "json":
         document = {"schema": 1, "target": target, "sites": [row.to_dict() for row in rows]}
         print(json.dumps(document, indent=2), file=out)
     elif rows:
-        print_sites(rows, console(out), ran=loaded.inputs is not None)
+        print_sites(rows, console(out), ran=ran)
     else:
         out.write("no normalization found\n")
-        if loaded.inputs is None:
+        if not ran and not state_files.names_state(target):
             out.write(
                 "norms written as functions or by hand show only in a run: pass --data FILE or --input SHAPE\n"
             )

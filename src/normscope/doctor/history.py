@@ -15,6 +15,12 @@ def updates(site: Site) -> int | None:
     return None if counter is None or counter.size != 1 else int(counter.item())
 
 
+def momentum_of(site: Site) -> float | None:
+    """The update fraction of the running statistics; None where it varies, or is not known."""
+    running = site.spec.running if site.spec is not None else None
+    return None if running is None or "momentum" in site.unknown else running.momentum
+
+
 def counter_is_idle(site: Site) -> bool:
     """PyTorch's instance norms have a counter and never touch it: statistics that keep the sample axis."""
     return site.spec is not None and "b" in site.spec.stats.partition("->")[2].split()

@@ -115,11 +115,13 @@ class SiteRow:
     fused: bool = False
     source: str = ""
     """``file.py:12``: the innermost class around it that is the user's own, "" where there is none"""
+    unknown: tuple[str, ...] = ()
+    """fields of ``spec`` that are not known, such as eps in a checkpoint: their values say nothing"""
 
     def to_dict(self) -> dict[str, Any]:
         out = {f.name: getattr(self, f.name) for f in fields(self)}
         out["spec"] = None if self.spec is None else self.spec.to_json()
-        for name in ("shapes", "dtypes", "aliases"):
+        for name in ("shapes", "dtypes", "aliases", "unknown"):
             out[name] = plain(out[name])
         return out
 

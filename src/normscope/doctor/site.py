@@ -100,7 +100,8 @@ class Site:
     """path of the (enclosing) module; "" is the model itself"""
     kind: str
     """module | functional | hand-written (own module) | inlined (hand-written inside a larger forward)
-    | hidden (scripted, traced, exported)"""
+    | hidden (scripted, traced, exported) | node (of a graph that another runtime runs)
+    | stored (tensors of a checkpoint)"""
     type_name: str
     """class or function name for people: ``torch.nn.BatchNorm2d``, ``F.layer_norm``"""
     module: torch.nn.Module | None = None
@@ -120,6 +121,8 @@ class Site:
     calls: list[Call] = field(default_factory=list)
     fused: bool = False
     """in deployment this site runs inside a fused kernel (the transformer fast path)"""
+    unknown: frozenset[str] = frozenset()
+    """fields of ``spec`` that a checkpoint does not tell, and that nobody stated: their values say nothing"""
     expected_eps: float | None = None
     """eps that the model's own config names, where it has one"""
     identified: Identification | None = None

@@ -28,6 +28,8 @@ class Subject:
     """True at valid positions, (B, L)"""
     state: Mapping[str, torch.Tensor] | None = None
     """what the model's checkpoint holds, name -> tensor; None where none was given"""
+    lacking: Mapping[str, tuple[tuple[str, ...], str]] | None = None
+    """of a checkpoint without its code: path of a norm -> the statistics missing there, and what shows it"""
     batch_size: int = 0
     """number of samples in the batch: size of axis 0 shared by the inputs; 0 without data"""
     inputs_dependent: str = ""

@@ -106,7 +106,14 @@ def _what(row: SiteRow) -> tuple[str, ...]:
     if spec is None:
         return (row.reason, "", "", "", "")
     sizes = f"  {dict(spec.sizes)}" if spec.sizes else ""
-    return (spec.stats + sizes, denominator(spec), _affine(spec), _arithmetic(spec, row.dtypes), _state(spec))
+    unknown = frozenset(row.unknown)
+    return (
+        spec.stats + sizes,
+        denominator(spec, unknown),
+        _affine(spec, unknown),
+        _arithmetic(spec, row.dtypes),
+        _state(spec, unknown),
+    )
 
 
 def _where(row: SiteRow, ran: bool) -> dict[str, str]:
@@ -119,19 +126,21 @@ def _calls(row: SiteRow, ran: bool) -> str:
     return str(row.calls) if ran else "not run"
 
 
-def denominator(spec: NormSpec) -> str:
-    """Centering, which variance, and where eps stands."""
+def denominator(spec: NormSpec, unknown: frozenset[str] = frozenset()) -> str:
+    """Centering, which variance, and where eps stands; "eps" where its value is not known."""
     variance = {"std": "var", "rms": "mean(x²)", "l2": "sum(x²)"}.get(spec.scale, f"cov, {spec.scale}")
     if spec.scale == "std" and spec.correction:
         variance = f"var(n-{spec.correction:g})"
-    eps = "machine eps" if spec.eps is None else f"{spec.eps:g}"
+    eps = "eps" if "eps" in unknown else "machine eps" if spec.eps is None else f"{spec.eps:g}"
     formula = DENOMINATORS[spec.eps_at].format(v=variance, e=eps)
     return formula if spec.center else f"{formula}, not centered"
 
 
-def _affine(spec: NormSpec) -> str:
+def _affine(spec: NormSpec, unknown: frozenset[str]) -> str:
     weight = {None: "", "": "scalar weight"}.get(spec.weight, f"weight({spec.weight})")
-    if weight and spec.weight_offset:
+    if weight and "weight_offset" in unknown:
+        weight += " or 1 + it"
+    elif weight and spec.weight_offset:
         weight = f"{spec.weight_offset:g} + {weight}"
     bias = {None: "", "": "scalar bias"}.get(spec.bias, f"bias({spec.bias})")
     gain = f"gain {spec.gain:g}" if spec.gain != 1 else ""
@@ -149,9 +158,11 @@ def _arithmetic(spec: NormSpec, dtypes: tuple[str, ...]) -> str:
     return text
 
 
-def _state(spec: NormSpec) -> str:
+def _state(spec: NormSpec, unknown: frozenset[str]) -> str:
     running = spec.running
     if running is None:
         return "none"
+    if "momentum" in unknown:
+        return "running mean and variance"
     rate = "cumulative" if running.average == "cumulative" else f"momentum {running.momentum:g}"
     return f"{rate}, {'unbiased' if running.correction else 'biased'} variance"

@@ -19,7 +19,12 @@ class Stored(Probe):
         found = {}
         for site in subject.known():
             variance = site.array("running_var")
-            if variance is None or site.spec is None or site.spec.scale not in ("std", "rms", "l2"):
+            if (
+                variance is None
+                or "eps" in site.unknown
+                or site.spec is None
+                or site.spec.scale not in ("std", "rms", "l2")
+            ):
                 continue
             eps = working_eps(site.spec, site.tensors["running_var"].dtype)
             stored = of_stored(

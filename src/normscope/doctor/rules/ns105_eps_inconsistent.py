@@ -50,7 +50,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.report import Finding
+from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import eps_text, fold, listed, number, percent, plural
 
@@ -63,21 +63,26 @@ NEGLIGIBLE = 0.01
 
 
 @rule("NS105", "eps-inconsistent", kinds="S")
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
     like: dict[tuple[str, ...], list[Site]] = defaultdict(list)
     obeying, against_config = 0, []
     for site in subject.known():
         assert site.spec is not None
+        if "eps" in site.unknown:
+            continue
         if site.expected_eps is None:
             like[site.type_name, site.spec.stats, site.spec.scale, site.spec.eps_at].append(site)
         elif _same(site.spec.eps, site.expected_eps):
             obeying += 1
         else:
             against_config.append(site)
-    severity = "warning" if obeying >= len(against_config) else "info"
+    stated = any(site.kind == "stored" for site in against_config)  # one number for all norms of a checkpoint
+    severity = "warning" if stated or obeying >= len(against_config) else "info"
     yield from fold(_contradiction(site, severity) for site in against_config)
     for sites in like.values():
         yield from fold(_outliers(sites))
+    if any("eps" in site.unknown for site in subject.known()):
+        yield NotRun("NS105", "eps is not in the file: state it, eps=1e-5")
 
 
 def _same(a: float | None, b: float | None) -> bool:

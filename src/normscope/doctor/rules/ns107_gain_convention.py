@@ -152,6 +152,7 @@ def _fired(gains: list[_Gains], odd: list[_Gains], offset: float) -> Iterator[Fi
     medians = [g.median for g in odd]
     negative = sum(g.negative * g.count for g in odd) / sum(g.count for g in odd)
     middle = float(np.median(medians))
+    unsure = "weight_offset" in odd[0].site.unknown  # a checkpoint: right in a norm that adds 1
     if offset == 1:
         what = (
             f"their weights have a median of {number(middle)} and the norm adds 1, so they multiply by about "
@@ -160,16 +161,19 @@ def _fired(gains: list[_Gains], odd: list[_Gains], offset: float) -> Iterator[Fi
         fix = "subtract 1 from these weights, or use a norm that multiplies by the weight itself"
     else:
         what = (
-            f"their weights have a median of {number(middle)} and {percent(negative)} of them are negative, and the "
-            "norm multiplies by them as they are: they look like weights of a norm that multiplies by 1 + w"
+            f"their weights have a median of {number(middle)} and {percent(negative)} of them are negative"
+            + ("" if unsure else ", and the norm multiplies by them as they are")
+            + ": they look like weights of a norm that multiplies by 1 + w"
         )
         if all(g.zero for g in odd):
             what = "their weights are all 0, where a norm that multiplies by 1 + w begins: here only a bias is left"
         fix = "add 1 to these weights, or use a norm that multiplies by 1 + w, as the checkpoint's model does"
+    if unsure:
+        fix = "load them only into norms that multiply by 1 + w"
     yield Finding(
         code="NS107",
         site=odd[0].site.name,
-        severity="warning" if offset else "error",
+        severity="info" if unsure else "warning" if offset else "error",
         message=f"{plural(len(odd), 'norm')} of {len(gains)} agree: {what}.",
         evidence={
             "offset": offset,

@@ -95,7 +95,7 @@ def _negative(site: Site) -> Iterator[Finding]:
     denominators = var[var < 0] + eps
     rootless = int((denominators <= 0).sum())
     gain = float("inf")
-    if site.spec is None:
+    if site.spec is None or "eps" in site.unknown:
         effect = "where eps, which is not known here, does not make up for it, the output is NaN"
     elif rootless:
         effect = f"{rootless} of them stay at or below 0 with eps {number(eps)}, and their output is NaN or infinite"

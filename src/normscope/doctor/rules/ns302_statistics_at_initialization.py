@@ -50,7 +50,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.history import affine_at_start, looks_trained, statistics_at_start, updates
+from normscope.doctor.history import (
+    affine_at_start,
+    looks_trained,
+    momentum_of,
+    statistics_at_start,
+    updates,
+)
 from normscope.doctor.report import Finding
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, plural
@@ -77,7 +83,7 @@ def check(subject: Subject) -> Iterator[Finding]:
 
 def _diagnose(site: Site, model_trained: bool) -> tuple[str, Finding]:
     count = updates(site)
-    momentum = site.spec.running.momentum if site.spec is not None and site.spec.running is not None else None
+    momentum = momentum_of(site)
     own = affine_at_start(site)
     evidence = {"updates": count, "affine_at_start": own, "momentum": momentum}
 
@@ -96,7 +102,8 @@ def _diagnose(site: Site, model_trained: bool) -> tuple[str, Finding]:
         if momentum == 0:
             why = f"momentum is 0, so {plural(count, 'counted update')} moved nothing."
         else:
-            why = f"they were reset after {plural(count, 'counted update')}."
+            or_zero = ", or momentum is 0" if "momentum" in site.unknown else ""
+            why = f"they were reset after {plural(count, 'counted update')}{or_zero}."
         return "reset", finding(
             "error", why, "restore the buffers, or set momentum to 0.1; then " + RECOMPUTE
         )

@@ -51,7 +51,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.history import counter_is_idle, statistics_at_start, updates
+from normscope.doctor.history import counter_is_idle, momentum_of, statistics_at_start, updates
 from normscope.doctor.report import Finding
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, number
@@ -81,7 +81,7 @@ def _diagnose(site: Site) -> Iterator[tuple[str, Finding]]:
     cumulative = (running is not None and running.average == "cumulative") or (
         site.module is not None and getattr(site.module, "momentum", 0.0) is None
     )
-    momentum = None if running is None else running.momentum
+    momentum = momentum_of(site)
     count = updates(site)
     dtype = site.dtype("num_batches_tracked")
 

@@ -77,12 +77,13 @@ def check(subject: Subject) -> Iterator[Finding]:
 def _finding(site: Site, dtype: str) -> Finding:
     momentum = _momentum(site)
     zone_var, zone_mean = _dead_zones(site, dtype, momentum)
+    unknown = ", which is not in the file," if "momentum" in site.unknown else ""
     stalls = site.mode_now == "batch" and max(zone_var, zone_mean) > MATTERS
     if momentum == 0:
         effect = "momentum is 0 anyway."
     else:
         effect = (
-            f"with momentum {number(momentum)} a variance moves only once a batch differs from it by "
+            f"with momentum {number(momentum)}{unknown} a variance moves only once a batch differs from it by "
             f"{percent(zone_var)}, a mean by {number(zone_mean)} standard deviations (medians over the channels)."
         )
     return Finding(
@@ -92,7 +93,7 @@ def _finding(site: Site, dtype: str) -> Finding:
         message=f"the running statistics are {dtype}: {effect}",
         evidence={
             "dtype": dtype,
-            "momentum": momentum,
+            "momentum": None if unknown else momentum,
             "dead_zone_variance": zone_var,
             "dead_zone_mean": zone_mean,
         },

@@ -56,8 +56,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from normscope.doctor.handed_over import in_training, stored_in_training
-from normscope.doctor.history import statistics_at_start, updates
-from normscope.doctor.report import Finding
+from normscope.doctor.history import momentum_of, statistics_at_start, updates
+from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, number, percent
 
@@ -73,7 +73,7 @@ SHOWN = 0.5
 
 
 @rule("NS311", "statistics-not-warm", kinds="SCD", stateful=True, uses=("gap",))
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
     gaps: dict[str, SiteGap] = {} if subject.inputs_dependent else subject.measured.get("gap", {})
     training = in_training(subject)
     found = []
@@ -82,12 +82,12 @@ def check(subject: Subject) -> Iterator[Finding]:
         if site.mode_eval == "running" and not stored_in_training(site, training):
             found.append(_diagnose(site, gap.cold if gap is not None else None))
     yield from fold(finding for finding in found if finding is not None)
+    if any("momentum" in site.unknown for site in subject.known()):
+        yield NotRun("NS311", "momentum is not in the file: state it, momentum=0.1")
 
 
 def _diagnose(site: Site, shown: float | None) -> Finding | None:
-    running = site.spec.running if site.spec is not None else None
-    count = updates(site)
-    momentum = running.momentum if running is not None else None
+    count, momentum = updates(site), momentum_of(site)
     if not count or count < 0 or momentum is None or not 0 < momentum < 1 or statistics_at_start(site):
         return None
     share = float((1 - momentum) ** count)

@@ -11,6 +11,9 @@ Compares the names of a checkpoint (`state=`, or what `--weights` loaded) with t
 - every name with the prefix of a wrapper (`module.`, `_orig_mod.`), and none of the values in a model that looks as
   new: an error, since nothing was loaded.
 
+A checkpoint without its code (`check_state`) is its own witness: a norm with one statistic or a counter alone, or
+without statistics where another block of its stack has them, is an error; one that is only named batch norm a warning.
+
 A tensor that the checkpoint has under another name with the same values counts as there, and so does a shared norm that
 was saved under one of its names. Counters are NS303's.
 
@@ -45,12 +48,13 @@ measured again by some hundred training batches in train mode, without an optimi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from normscope.doctor.history import looks_trained, statistics_at_start
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
+from normscope.doctor.stored_norms import NAMED
 from normscope.doctor.wording import fold, listed, plural
 
 if TYPE_CHECKING:
@@ -65,6 +69,9 @@ RUNNING = ("running_mean", "running_var")
 def check(subject: Subject) -> Iterator[Finding | NotRun]:
     from normscope.doctor.checkpoint import compare  # which needs torch, and pages are read without it
 
+    if subject.lacking is not None:
+        yield from _incomplete(subject, subject.lacking)
+        return
     if subject.state is None:
         yield NotRun("NS313", "needs the checkpoint: pass state= (on the command line --weights FILE)")
         return
@@ -76,6 +83,29 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         yield from fold(finding for finding in findings if finding.severity == severity)
     if found.strangers:
         yield _strangers(found)
+
+
+def _incomplete(subject: Subject, lacking: Mapping[str, tuple[tuple[str, ...], str]]) -> Iterator[Finding]:
+    """A checkpoint against itself: it is the only witness of what it should hold."""
+    others = sum(site.has_running_state for site in subject.sites)
+    findings = []
+    for path, (missing, witness) in lacking.items():
+        by_name = witness == NAMED
+        doubt = " A group or layer norm under such a name has none." if by_name else ""
+        findings.append(
+            Finding(
+                code="NS313",
+                site=path,
+                severity="warning" if by_name else "error",
+                message=f"the checkpoint holds this norm without {listed(missing)}, and {witness}.{doubt}",
+                evidence={"missing": list(missing), "witness": witness, "norms_with_statistics": others},
+                fix="save model.state_dict() rather than the parameters; or measure the statistics again on training "
+                "data",
+                mode="eval",
+            )
+        )
+    for severity in ("error", "warning"):
+        yield from fold(finding for finding in findings if finding.severity == severity)
 
 
 def _wrapped(found: Comparison) -> Finding:

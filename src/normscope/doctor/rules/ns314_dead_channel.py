@@ -76,7 +76,7 @@ def check(subject: Subject) -> Iterator[Finding]:
         var = site.array("running_var")
         if var is not None and site.mode_eval in ("running", "frozen"):
             stored += var.size
-            still += _no_variance(site, var.ravel())
+            still += (_zero_variance if "eps" in site.unknown else _no_variance)(site, var.ravel())
         silent += _no_gain(site)
     total = sum(finding.evidence["dead_channels"] for finding in still)
     for finding in fold(still):
@@ -133,6 +133,34 @@ def _no_variance(site: Site, var: NDArray[np.float64]) -> Iterator[Finding]:
             "largest_factor": largest,
             "median_live_factor": usual,
             "amplification": ratio,
+            "indices": [int(c) for c in channels[:32]],
+        },
+        fix="set the gain of these channels to 0, or remove them, before folding or quantizing",
+        mode="eval",
+    )
+
+
+def _zero_variance(site: Site, var: NDArray[np.float64]) -> Iterator[Finding]:
+    """Of a checkpoint that does not tell eps: only exact zeros are sure, and their factor is not known."""
+    import numpy as np
+
+    gains = _gains(site, var.size)
+    if gains is None or not (dead := (var == 0) & (gains > NO_GAIN)).any():
+        return
+    channels = [str(c) for c in np.flatnonzero(dead)]
+    largest = float(gains[dead].max())
+    yield Finding(
+        code="NS314",
+        site=site.name,
+        severity="info",
+        message=f"{len(channels)} of {plural(var.size, 'channel')} ({listed(channels)}) had no variance in training "
+        f"and keep a gain of up to {number(largest)}: whatever reaches them is multiplied by gain / sqrt(eps). State "
+        "eps to compare that with the live channels.",
+        evidence={
+            "dead_channels": len(channels),
+            "exactly_zero": len(channels),
+            "channels": int(var.size),
+            "largest_gain": largest,
             "indices": [int(c) for c in channels[:32]],
         },
         fix="set the gain of these channels to 0, or remove them, before folding or quantizing",

@@ -43,7 +43,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.report import Finding
+from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import eps_text, number, percent, plural
 
@@ -59,7 +59,7 @@ SOME = 0.1
 
 
 @rule("NS401", "eps-dominates", kinds="CD", needs=("stored",), uses=("statistics",))
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
     for site in subject.known():
         measured = subject.measured.get("statistics", {}).get(site.name, ())
         stored = subject.measured["stored"].get(site.name)
@@ -67,6 +67,8 @@ def check(subject: Subject) -> Iterator[Finding]:
         worst = max(seen, key=lambda s: s.eps_all * s.live / s.sets, default=None)
         if worst is not None and worst.eps_all * worst.live / worst.sets >= SOME:
             yield _finding(site, worst)
+    if any("eps" in site.unknown and site.has_running_state for site in subject.known()):
+        yield NotRun("NS401", "eps is not in the file: state it, eps=1e-5")
 
 
 def _finding(site: Site, seen: SetStatistics) -> Finding:
