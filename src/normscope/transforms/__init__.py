@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from normscope.transforms.accelerate import accelerate
 from normscope.transforms.agreement import Deviation
+from normscope.transforms.fold import Folded, FoldReport, fold
 from normscope.transforms.freeze import freeze, unfreeze
 from normscope.transforms.report import Agreement, SiteChange, TransformReport
 
-__all__ = ["Agreement", "Deviation", "SiteChange", "TransformReport", "accelerate", "freeze", "unfreeze"]
+__all__ = [
+    "Agreement",
+    "Deviation",
+    "FoldReport",
+    "Folded",
+    "SiteChange",
+    "TransformReport",
+    "accelerate",
+    "fold",
+    "freeze",
+    "unfreeze",
+]

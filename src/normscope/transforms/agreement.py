@@ -35,17 +35,28 @@ class Deviation(NormscopeError):
 
     Attributes:
         site: path of the first module whose output deviates; None where the model fails and none can be named.
+        agreement: the numbers; None where the model fails.
     """
 
-    def __init__(self, text: str, site: str | None) -> None:
+    def __init__(self, text: str, site: str | None, agreement: Agreement | None = None) -> None:
         super().__init__(text)
         self.site = site
+        self.agreement = agreement
 
 
 def compare(
-    before: nn.Module, after: nn.Module, specs: Specs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    before: nn.Module,
+    after: nn.Module,
+    specs: Specs,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    modes: Mapping[str, str] = MODES,
+    half_units: int = 4,
 ) -> tuple[tuple[Agreement, ...], tuple[str, ...]]:
     """How far outputs of ``after`` are from those of ``before``, in each mode; and what could not be compared.
+
+    ``half_units``: units in the last place that half types may differ by, of the largest output.
 
     Raises ModelError where ``before`` fails in eval mode, and Deviation, also where only ``after`` fails.
     """
@@ -54,7 +65,7 @@ def compare(
     notes: list[str] = []
     exact = _in_float64(before, specs, notes)
     exact_call: Call = mapped(call, lambda t: t.double() if t.is_floating_point() else t)
-    for name, mode in MODES.items():
+    for name, mode in modes.items():
         try:
             old = _outputs(before, call, mode)
         except Exception as error:
@@ -70,21 +81,23 @@ def compare(
         except Exception as error:
             raise _failure(name, error, _suspect((before, after), call, mode, specs)) from error
         truth = _true_outputs(exact, exact_call, mode, old, name, notes)
-        agreement = _agreement(name, _dtype(before, old), old, new, truth)
+        dtype = _dtype(before, old)
+        usual = _usual(dtype, half_units)
+        agreement = _agreement(name, dtype, usual, old, new, truth)
         if not agreement.deviation <= agreement.allowed:
             models = (before, after, None if truth is None else exact)
             raise _deviation(agreement, _first(models, (call, exact_call), mode, specs, agreement.allowed))
         agreements.append(agreement)
-        notes += _reservations(agreement, old)
+        notes += _reservations(agreement, usual, old)
     return tuple(agreements), tuple(notes)
 
 
-def _usual(dtype: torch.dtype) -> float:
+def _usual(dtype: torch.dtype, half_units: int) -> float:
     """What two computations of the same may differ by, where the original amplifies nothing."""
-    return ALLOWED.get(dtype, 4 * torch.finfo(dtype).eps)
+    return ALLOWED.get(dtype, half_units * torch.finfo(dtype).eps)
 
 
-def _reservations(agreement: Agreement, outputs: list[Tensor]) -> list[str]:
+def _reservations(agreement: Agreement, usual: float, outputs: list[Tensor]) -> list[str]:
     """Why an agreement says less than it seems to."""
     values = sum(t.numel() for t in outputs)
     infinite = values - sum(int(t.isfinite().sum()) for t in outputs)
@@ -97,7 +110,6 @@ def _reservations(agreement: Agreement, outputs: list[Tensor]) -> list[str]:
         )
     elif infinite:
         notes.append(f"{agreement.mode}: {infinite} of {values} output values are not finite and say little")
-    usual = _usual(getattr(torch, agreement.dtype))
     # outputs that agree with each other as if nothing were amplified have been told to be the same after all
     if agreement.allowed > max(VACUOUS, usual) and agreement.difference > usual:
         notes.append(
@@ -109,9 +121,13 @@ def _reservations(agreement: Agreement, outputs: list[Tensor]) -> list[str]:
 
 
 def _agreement(
-    mode: str, dtype: torch.dtype, old: list[Tensor], new: list[Tensor], truth: list[Tensor] | None
+    mode: str,
+    dtype: torch.dtype,
+    allowed: float,
+    old: list[Tensor],
+    new: list[Tensor],
+    truth: list[Tensor] | None,
 ) -> Agreement:
-    allowed = _usual(dtype)
     word = str(dtype).removeprefix("torch.")
     if truth is None:
         return Agreement(mode, word, _distance(new, old), allowed)
@@ -200,6 +216,7 @@ def _deviation(agreement: Agreement, site: str) -> Deviation:
         f"{agreement.allowed:.1e}. Nothing was changed. Where the model amplifies roundings, compare it in float64; "
         "else please report this module, its settings and the scale of its input.",
         site,
+        agreement,
     )
 
 

@@ -1,0 +1,49 @@
+"""Which module and which tensor has which names in a model, and what shares its memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+
+class Holdings:
+    """Names as ``named_modules`` gives them, under each path a module has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: dict[int, list[str]] = {}
+        self._tensors: dict[int, list[str]] = {}
+        self._memory: dict[int, set[int]] = {}
+        """storage -> ids of the tensors in it"""
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._modules.setdefault(id(module), []).append(path)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._tensors.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
+                    self._memory.setdefault(_storage(tensor), set()).add(id(tensor))
+
+    def paths(self, module: nn.Module) -> list[str]:
+        return self._modules.get(id(module), [])
+
+    def names(self, tensor: Tensor) -> list[str]:
+        return self._tensors.get(id(tensor), [])
+
+    def alone(self, tensor: Tensor) -> bool:
+        """No other tensor of the model lies in the same memory."""
+        return len(self._memory.get(_storage(tensor), ())) == 1
+
+
+def separate(model: nn.Module, names: Iterable[str]) -> None:
+    """Give each of these names, of a module or parameter, a copy of what it shares with others."""
+    for name in names:
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        setattr(owner, last, copy.deepcopy(getattr(owner, last)))
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)  # of an empty tensor: 0
+    except (NotImplementedError, RuntimeError):  # no memory to speak of: sparse, quantized by a subclass
+        return id(tensor)
