@@ -27,6 +27,7 @@ _HOME = {
     "RunningState": "normscope.spec",
     "check": "normscope.doctor.check",
     "check_state": "normscope.doctor.check_state",
+    "OnnxModel": "normscope.targets.onnx_model",
     "Monitor": "normscope.monitor.monitor",
     "explain": "normscope.doctor.explain",
     "Report": "normscope.doctor.report",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from normscope.spec import Running as Running
     from normscope.spec import RunningState as RunningState
     from normscope.spec import families as families
+    from normscope.targets.onnx_model import OnnxModel as OnnxModel
 
 __all__ = ["__version__", *_HOME]
 

@@ -149,6 +149,7 @@ def command(
         else:
             stored.refuse_stated({"--eps": eps, "--momentum": momentum})
             loaded = targets.resolve(target, data=data, input_spec=input_, weights=weights)
+            loaded.fill_in()
             for said in loaded.notes:
                 note(said)
             if explain:

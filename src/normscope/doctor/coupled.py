@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 def by_batch_in_eval(site: Site) -> bool:
     """It was seen to take statistics over samples in eval mode, and running statistics lie unused beside it."""
-    taken = any(call.mode == "batch" for call in site.calls)
+    taken = any(call.mode == "batch" for call in site.calls) or (site.kind, site.mode_eval) == (
+        "node",
+        "batch",
+    )
     return (
         taken and site.has_running_state and site.spec is not None and site.spec.properties().couples_samples
     )

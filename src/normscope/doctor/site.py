@@ -47,6 +47,8 @@ class Neighbour:
     """axis of the tensor at the site -> axis of this neighbour's own tensor; None where views between mixed it"""
     weight_uses: int = 0
     """how often the weight was read in the forward"""
+    rewritable: bool = False
+    """a node of a graph, whose weight can be written anew: no module has to be changed"""
     padded: bool = False
     """the operation fills in zeros: at a border, or (a transposed convolution) between the elements"""
 

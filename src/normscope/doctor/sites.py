@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from normscope.doctor.graph_norm import GraphNorm
 from normscope.doctor.session import Session, is_training
 from normscope.doctor.site import STATE_NAMES, Call, Event, Site
 from normscope.doctor.tracing.calls import NormCall, NormCalls
@@ -78,15 +79,13 @@ def _module_sites(names: ModuleNames, session: Session) -> dict[str, Site]:
         except UnknownNormalization as error:
             if error.invalid:
                 path = names.path(module) or ""
-                sites[path] = Site(
-                    path, path, "module", qualified_name(type(module)), module, reason=str(error)
-                )
+                sites[path] = Site(path, path, _kind(module), _type_name(module), module, reason=str(error))
             continue
         path = names.path(module) or ""
         sites[path] = Site(
             name=path,
             path=path,
-            kind="module",
+            kind=_kind(module),
             type_name=found.type_name,
             module=module,
             aliases=names.aliases(module),
@@ -99,6 +98,10 @@ def _module_sites(names: ModuleNames, session: Session) -> dict[str, Site]:
             fused=key in fused,
         )
     return sites
+
+
+def _kind(module: torch.nn.Module) -> str:
+    return "node" if isinstance(module, GraphNorm) else "module"
 
 
 def _unread_sites(names: ModuleNames, sites: dict[str, Site]) -> dict[str, Site]:
@@ -156,13 +159,15 @@ def _follow(
         call.order, call.index = order, len(site.calls)
         call.fed_by, call.feeds = fed_by(node.inputs[0]), feeds(node.outputs[0])
         call.join = join(node)
+        if isinstance(site.module, GraphNorm):  # its graph was not run by torch
+            call.fed_by, call.feeds = site.module.fed_by, site.module.feeds
         if not site.calls and call.spec is not None:
             site.spec = call.spec
         site.calls.append(call)
     switching = [
         site
         for site in sites.values()
-        if site.kind != "module" and (site.has_running_state or site.name in stored)
+        if site.kind not in ("module", "node") and (site.has_running_state or site.name in stored)
     ]
     if switching:
         in_train = _modes_in_train(session, names, modules, args, kwargs)
@@ -300,6 +305,6 @@ def watch(sites: Sequence[Site], run: str, callback: Callable[[Event], None]) ->
 
     hidden = any(site.kind == "hidden" for site in known.values())
     # a module whose spec is unknown is still a normalization: what it calls inside is no site of its own
-    modules = {id(site.module) for site in sites if site.kind == "module" or _identified(site)}
+    modules = {id(site.module) for site in sites if site.kind in ("module", "node") or _identified(site)}
     with NormCalls(names, modules, tell, hidden=hidden, keep_running=True):
         yield

@@ -31,6 +31,15 @@ class Loaded:
     """what the model's checkpoint holds, by name"""
     notes: list[str] = field(default_factory=list, init=False)
     """what was done while loading that the user should know"""
+    declared: Callable[[], tuple[Any, str]] | None = field(default=None, init=False)
+    """random inputs of the sizes that the target itself declares, or None, and a note; for want of others"""
+
+    def fill_in(self) -> None:
+        """Random inputs, where none came and the target says what it takes."""
+        if self.inputs is None and self.declared is not None:
+            self.inputs, said = self.declared()
+            self.synthetic = self.inputs is not None
+            self.notes.append(said)
 
 
 def resolve(
@@ -46,10 +55,12 @@ def resolve(
         BadTarget: it cannot be loaded.
         BadInput: the data file or the shape cannot be used.
     """
-    from normscope.targets import batches, checkpoints, demos, imported
+    from normscope.targets import batches, checkpoints, demos, imported, onnx_model
 
     if target == "demo" or target.startswith("demo:"):
         loaded = demos.load(target)
+    elif target.lower().endswith(".onnx"):
+        loaded = onnx_model.load(target, weights)
     elif target.lower().endswith(FILES):
         raise BadTarget(
             f"{target} is a file of weights or a graph; a check needs the model's code: name it as "

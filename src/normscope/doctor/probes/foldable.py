@@ -51,7 +51,9 @@ class Foldable(Probe):
     name: ClassVar[str] = "foldable"
 
     def finish(self, subject: Subject) -> list[Candidate]:
-        found = (_candidate(site) for site in subject.known() if site.kind == "module" and site.calls)
+        found = (
+            _candidate(site) for site in subject.known() if site.kind in ("module", "node") and site.calls
+        )
         return [candidate for candidate in found if candidate is not None]
 
 
@@ -137,11 +139,13 @@ def _of_the_layer(layer: Neighbour, where: str, shift: float) -> Iterator[str]:
     if where == "after" and layer.padded:
         now = f"up to {number(shift)}" if shift else "0 now, but training moves it"
         yield f"{layer.op} of {name} fills in zeros, where the norm's shift ({now}) would be missing"
-    if layer.weight is None:
+    if layer.weight is None and not layer.rewritable:
         yield f"the weight of {name} is computed in the forward (parametrized, standardized or packed)"
         return
     if layer.weight_uses > 1:
         yield f"the weight of {name} is shared: it is used {layer.weight_uses} times in a forward"
+    if layer.rewritable:
+        return
     module = layer.module
     if not isinstance(module, LINEAR) or module.weight is not layer.weight:
         yield f"{layer.op} in {name} is a function call, with no layer of its own to change"

@@ -46,6 +46,8 @@ class FreezeProbe(Probe):
     name = "freeze"
 
     def start(self, subject: Subject) -> str | None:
+        if any(site.kind == "node" for site in subject.sites):
+            return "a graph has no train() and no eval()"
         try:
             subject.session.modes_after("train", "eval")
         except Exception as error:  # an exported program, for instance, has no modes

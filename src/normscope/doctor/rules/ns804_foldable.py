@@ -50,10 +50,13 @@ if TYPE_CHECKING:
 @rule("NS804", "foldable", kinds="G", stateful=True, needs=("data", "foldable"))
 def check(subject: Subject) -> Iterator[Finding]:
     found: list[Candidate] = subject.measured["foldable"]
-    yield from fold(_finding(candidate) for candidate in found if not candidate.obstacles)
+    nodes = {site.name for site in subject.sites if site.kind == "node"}
+    yield from fold(
+        _finding(candidate, candidate.site in nodes) for candidate in found if not candidate.obstacles
+    )
 
 
-def _finding(candidate: Candidate) -> Finding:
+def _finding(candidate: Candidate, in_graph: bool) -> Finding:
     layer = f"{candidate.into or 'the model'} ({candidate.op})"
     beside = f"{layer}, which {'feeds it' if candidate.where == 'before' else 'it feeds'}"
     return Finding(
@@ -62,6 +65,8 @@ def _finding(candidate: Candidate) -> Finding:
         severity="info",
         message=f"at inference this norm could be folded into {beside}.",
         evidence={"into": candidate.into, "where": candidate.where, "channels": candidate.channels},
-        fix="none needed; for deployment torch.nn.utils.fuse_conv_bn_eval does it",
+        fix="none needed; ONNX Runtime does it for itself when it loads the graph"
+        if in_graph
+        else "none needed; for deployment torch.nn.utils.fuse_conv_bn_eval does it",
         mode="eval",
     )

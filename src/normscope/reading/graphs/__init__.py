@@ -1,0 +1,1 @@
+"""ONNX graphs: what they hold, and the normalizations in them."""

@@ -1,0 +1,198 @@
+"""An ONNX graph to ask questions of: who makes a value, who reads it, what is constant, how large it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from normscope.errors import BadTarget
+from normscope.reading.graphs.constants import Constants, values_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+SMALL = 1024
+"""elements of an initializer that shape inference is given; larger ones hold no shapes"""
+SAME = ("Identity", "Cast", "Dropout")
+"""nodes that change no value but by rounding (Dropout: as deployed)"""
+
+Sizes = tuple["int | None", ...]
+
+
+class Graph:
+    """One graph of a model, the main one or the body of an If, Loop or Scan.
+
+    Args:
+        model: the whole model, its local functions inlined.
+        graph: the graph; by default the main one.
+        folder: where tensors outside of the file lie; None where there is no file.
+        outer: the graph around this one, whose values it can read.
+    """
+
+    def __init__(
+        self,
+        model: ModelProto,
+        graph: GraphProto | None = None,
+        folder: Path | None = None,
+        outer: Graph | None = None,
+    ) -> None:
+        self.model = model
+        self.proto = model.graph if graph is None else graph
+        self.nodes: Sequence[NodeProto] = self.proto.node
+        self.outer = outer
+        self.opset = next((int(o.version) for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+        self.shapes: dict[str, Sizes] = sizes(model) if outer is None else dict(outer.shapes)
+        self.stored: dict[str, TensorProto] = {} if outer is None else dict(outer.stored)
+        self.stored.update((tensor.name, tensor) for tensor in self.proto.initializer)
+        self.shapes.update((name, tuple(tensor.dims)) for name, tensor in self.stored.items())
+        self._producers: dict[str, NodeProto] = {} if outer is None else dict(outer._producers)
+        self._readers: dict[str, list[NodeProto]] = {}
+        for node in self.nodes:
+            self._producers.update((name, node) for name in node.output if name)
+            for name in dict.fromkeys((*node.input, *_captured(node))):
+                self._readers.setdefault(name, []).append(node)
+        self.inputs = [value.name for value in self.proto.input if value.name not in self.stored]
+        self.outputs = [value.name for value in self.proto.output]
+        self._constants = Constants(self.stored, self._producers, self.shapes, folder)
+        self.folder = folder
+
+    def producer(self, name: str) -> NodeProto | None:
+        return self._producers.get(name)
+
+    def readers(self, name: str) -> list[NodeProto]:
+        """Nodes of this graph that read a value, each once, also those whose bodies read it."""
+        return self._readers.get(name, [])
+
+    def consumers(self, name: str) -> int:
+        """How often a value is used; handing it out of the graph is one use."""
+        return len(self.readers(name)) + self.outputs.count(name)
+
+    def constant(self, name: str) -> NDArray[Any] | None:
+        """The value, where it depends on no input of the graph."""
+        return self._constants.get(name)
+
+    def is_constant(self, name: str) -> bool:
+        return self._constants.size(name) is not None
+
+    def constant_shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a constant, without reading what is stored."""
+        return self._constants.size(name)
+
+    def scalar(self, name: str) -> float | None:
+        """The one number of a constant of one element."""
+        size = self._constants.size(name) if name else None
+        if size is None or any(s != 1 for s in size):
+            return None
+        value = self.constant(name)
+        return None if value is None else float(value.reshape(-1)[0])
+
+    def origin(self, name: str) -> str:
+        """The value behind casts and identities."""
+        seen = set()
+        while (node := self.producer(name)) is not None and node.op_type in SAME and name not in seen:
+            seen.add(name)
+            name = node.input[0]
+        return name
+
+    def maker(self, name: str) -> NodeProto | None:
+        """The node behind casts and identities."""
+        return self.producer(self.origin(name))
+
+    def rank(self, name: str) -> int | None:
+        sizes = self.shapes.get(name)
+        return None if sizes is None else len(sizes)
+
+    def bodies(self) -> Iterator[Graph]:
+        """The graphs inside nodes of this one."""
+        import onnx
+
+        for node in self.nodes:
+            for attribute in node.attribute:
+                graphs = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs
+                for graph in graphs:
+                    yield Graph(self.model, graph, self.folder, self)
+
+
+def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
+    return values_of(node).get(name, default)
+
+
+def inlined(model: ModelProto) -> ModelProto:
+    """The model with the bodies of its local functions in place of their calls.
+
+    Raises:
+        BadTarget: a function calls itself, or the functions do not fit their calls.
+    """
+    from onnx import inliner
+
+    if not model.functions:
+        return model
+    calls = {(f.domain, f.name): {(n.domain, n.op_type) for n in f.node} for f in model.functions}
+    left = set(calls)
+    while left:
+        done = {name for name in left if not calls[name] & left}
+        if not done:
+            circle = ", ".join(name for _, name in sorted(left)[:3])
+            raise BadTarget(f"the functions {circle} of this graph call themselves, so it cannot be run")
+        left -= done
+    try:
+        return inliner.inline_local_functions(model, False)
+    except Exception as error:
+        raise BadTarget(f"the functions of this graph do not fit their calls: {error}") from error
+
+
+def _captured(node: NodeProto) -> Iterator[str]:
+    """Values that the bodies of a node may read from around it."""
+    for entry in node.attribute:
+        for graph in (*([entry.g] if entry.HasField("g") else []), *entry.graphs):
+            for inner in graph.node:
+                yield from inner.input
+                yield from _captured(inner)
+            yield from (value.name for value in graph.output)
+
+
+def sizes(model: ModelProto, given: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Sizes]:
+    """Sizes of the main graph's values as far as the model, and inputs of ``given`` sizes, imply them."""
+    import onnx
+
+    skeleton = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    graph = skeleton.graph
+    graph.name = "shapes"
+    graph.node.extend(model.graph.node)
+    graph.input.extend(_of_size(value, (given or {}).get(value.name)) for value in model.graph.input)
+    graph.output.extend(model.graph.output)
+    declared = {value.name for value in graph.input}
+    for tensor in model.graph.initializer:
+        small = sum(1 for d in tensor.dims if d < 0) == 0 and _count(tensor) <= SMALL
+        if small and tensor.data_location != onnx.TensorProto.EXTERNAL:
+            graph.initializer.append(tensor)
+        elif tensor.name not in declared:
+            graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+            )
+    try:
+        inferred = onnx.shape_inference.infer_shapes(skeleton, data_prop=True).graph
+    except Exception:  # a broken graph, or operators of others: what it says itself remains
+        inferred = model.graph
+    return {
+        value.name: tuple(d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim)
+        for value in (*inferred.input, *inferred.value_info, *inferred.output)
+        if value.type.tensor_type.HasField("shape")
+    }  # fmt: skip
+
+
+def _of_size(value: ValueInfoProto, sizes: tuple[int, ...] | None) -> ValueInfoProto:
+    import onnx
+
+    if sizes is None:
+        return value
+    return onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, sizes)
+
+
+def _count(tensor: TensorProto) -> int:
+    count = 1
+    for size in tensor.dims:
+        count *= size
+    return count
