@@ -64,8 +64,10 @@ STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128", "UntypedStorage": "",
+    "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
+UNTYPED = "UntypedStorage"
+"""counted in bytes; the tensor names its dtype"""
 KNOWN = re.compile(
     r"collections\.(OrderedDict|Counter)|builtins\.(set|bytearray|complex)|__builtin__\.(set|bytearray|complex)"
     r"|_codecs\.encode|torch\.(Size|device|Tensor|bool|(float|bfloat|u?int|complex|bits|qu?int)[0-9]\w*)"

@@ -23,13 +23,20 @@ class Record:
     size: int
     end: int
     """the first byte that belongs to another record"""
+    packed: bool = False
+    """compressed or encrypted, as a script's code may be"""
 
     def start(self, file: BinaryIO) -> int:
         """Its first byte of data, behind a header of its own.
 
         Raises:
-            BadTarget: the header is none, or the data do not fit before the next record.
+            BadTarget: the header is none, the data do not fit before the next record, or would have to be unpacked.
         """
+        if self.packed:
+            raise BadTarget(
+                f"{self.path}: a record of its archive is compressed or encrypted, which torch.save never does; it is "
+                "not unpacked"
+            )
         head = exactly(file, self.header, LOCAL_BYTES, self.path)
         name, extra = struct.unpack("<HH", head[26:30])
         start: int = self.header + LOCAL_BYTES + name + extra
@@ -42,7 +49,7 @@ def records(path: Path, file: BinaryIO, size: int) -> dict[str, Record]:
     """Name -> record.
 
     Raises:
-        BadTarget: no archive; a directory out of bounds; compressed, encrypted, overlapping or repeated records.
+        BadTarget: no archive; a directory out of bounds; overlapping or repeated records.
     """
     directory = _directory(path, file, size)
     try:
@@ -51,18 +58,17 @@ def records(path: Path, file: BinaryIO, size: int) -> dict[str, Record]:
     except Exception as error:  # a damaged directory can fail in any way
         raise BadTarget(f"{path} is broken or of another format: {told(error)}") from None
     found: dict[str, Record] = {}
-    ends = [entry.header_offset for entry in entries[1:]] + [directory]
+    ends = [*(entry.header_offset for entry in entries), directory][1:]
     for entry, end in zip(entries, ends, strict=True):
         where = f"{path}: the record {entry.filename[:80]!r} of its archive"
-        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            raise BadTarget(f"{where} is compressed, which torch.save never does; it is not unpacked")
-        if entry.flag_bits & 1:
-            raise BadTarget(f"{where} is encrypted")
         if entry.filename in found:
             raise BadTarget(f"{where} stands there twice")
-        if entry.header_offset < 0 or entry.header_offset + LOCAL_BYTES + entry.file_size > end:
+        if entry.header_offset < 0 or entry.header_offset + LOCAL_BYTES + entry.compress_size > end:
             raise BadTarget(f"{where} is damaged, or reaches into the next one")
-        found[entry.filename] = Record(path, entry.header_offset, entry.file_size, end)
+        packed = entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size
+        found[entry.filename] = Record(
+            path, entry.header_offset, entry.file_size, end, packed or bool(entry.flag_bits & 1)
+        )
     return found
 
 

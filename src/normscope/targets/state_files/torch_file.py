@@ -18,6 +18,7 @@ from normscope.targets.state_files.bounded import exactly, opened
 from normscope.targets.state_files.descriptions import (
     PICKLE_BYTES,
     STORAGES,
+    UNTYPED,
     Broken,
     Described,
     NotPlain,
@@ -112,7 +113,9 @@ def _stream(path: Path, file: BinaryIO, size: int) -> tuple[Any, Placed]:
     place = file.tell()
     for key in keys:
         storage = storages.get(key)
-        width = BYTES.get(STORAGES.get(storage.kind, ""), 0) if storage is not None else 0
+        width = (
+            0 if storage is None else BYTES.get(STORAGES.get(storage.kind, ""), int(storage.kind == UNTYPED))
+        )
         if not width:
             break  # what follows cannot be placed; a tensor that needs it is refused
         (count,) = struct.unpack("<q", exactly(file, place, 8, path))
