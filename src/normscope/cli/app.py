@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 import normscope
-from normscope.cli import bench, check, compare, fold, identify, rule, spec, verify
+from normscope.cli import bench, check, compare, fold, freeze, identify, recalibrate, rule, spec, verify
 from normscope.cli.frame import guarded
 
 app = typer.Typer(
@@ -33,5 +33,5 @@ def _root(
     pass
 
 
-for module in (check, spec, identify, compare, rule, verify, bench, fold):
+for module in (check, spec, identify, compare, rule, verify, bench, fold, freeze, recalibrate):
     app.command(name=module.__name__.rpartition(".")[2])(guarded(module.command))

@@ -1,0 +1,128 @@
+"""``normscope recalibrate``: a model with running statistics taken from data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from normscope.cli import state_output, streams
+from normscope.cli.frame import FINDINGS, note
+from normscope.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from normscope.targets.batches import Batch
+
+
+def command(
+    target: str = typer.Argument(
+        ..., metavar="TARGET", help="package.module:attribute, or demo, demo:healthy."
+    ),
+    data: Path = typer.Option(
+        ..., "--data", metavar="FILE", help="Inputs to take statistics of: .npz, .npy, .pt or .safetensors."
+    ),
+    source: str = typer.Option(..., "--source", metavar="TEXT", help="Where the data come from."),
+    selection: str = typer.Option(
+        ..., "--selection", metavar="TEXT", help="By which rule these samples were chosen."
+    ),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="Where the state dict goes: .safetensors."
+    ),
+    method: str = typer.Option("exact", "--method", metavar="NAME", help="exact, ema or layerwise."),
+    batch_size: int = typer.Option(64, "--batch-size", min=1, metavar="N", help="Samples in a forward pass."),
+    select: list[str] = typer.Option(
+        [],
+        "--select",
+        metavar="PATH",
+        help="A module path, or a pattern such as 'backbone.*.bn?'; repeatable.",
+    ),
+    held_out: Path | None = typer.Option(
+        None,
+        "--held-out",
+        metavar="FILE",
+        help="Other inputs, on which outputs before and after are compared; with class labels as targets, accuracy.",
+    ),
+    weights: Path | None = typer.Option(
+        None, "--weights", metavar="FILE", help="A state dict to load into the model: .safetensors or .pt."
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Report what would come of it; write nothing."),
+    json: Path | None = typer.Option(
+        None, "--json", metavar="FILE", help="Write the report, with provenance and the statistics before."
+    ),
+    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
+) -> int:
+    """Take the running statistics of a model's norms from data: no labels, and no weight moves.
+
+    Where held-out targets show that accuracy fell, the report says so, and the file is written all the same.
+
+    Exit codes: 0 recalibrated, 1 accuracy on held-out samples fell, 2 the command or target is wrong.
+    """
+    if (output is None) != dry_run:
+        raise BadInput("name a file to write with -o FILE.safetensors, or rehearse with --dry-run")
+    for option, text in (("--source", source), ("--selection", selection)):
+        if not text.strip():
+            raise BadInput(f"{option} is empty: say it in a few words, it is kept with the result")
+    if output is not None:
+        state_output.named("-o", output)
+    out = streams.claim()
+    from normscope import targets
+    from normscope.targets import batches
+    from normscope.transforms import recalibrate
+
+    loaded = targets.resolve(target, weights=weights)
+    for said in loaded.notes:
+        note(said)
+    other = None if held_out is None else batches.read(held_out)
+    model, report = recalibrate(
+        loaded.model,
+        _cut(batches.read(data).inputs, batch_size),
+        method=method,
+        source=source,
+        selection=selection,
+        select=select or None,
+        held_out=None if other is None else _cut(other.inputs, batch_size),
+        metric=None if other is None else _accuracy(other, batch_size),
+        inplace=not dry_run,
+        dry_run=dry_run,
+    )
+    print(report, file=out)
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
+    if output is not None:
+        state_output.write(model, output)
+        print(f"written: {output}", file=out)
+    out.flush()
+    return FINDINGS if report.worse else 0
+
+
+def _cut(inputs: Any, size: int) -> list[Any]:
+    """Batches of some samples each, in the order of the file."""
+    from normscope.doctor.nested import mapped, tensors
+
+    rows = next((len(t) for _, t in tensors(inputs) if t.ndim), 0)
+    return [
+        mapped(inputs, lambda t, at=at: t[at : at + size] if t.ndim and len(t) == rows else t)  # type: ignore[misc]
+        for at in range(0, rows, size)
+    ]
+
+
+def _accuracy(batch: Batch, size: int) -> Callable[[nn.Module], float] | None:
+    """Share of samples whose largest output is the target; None where targets are no classes."""
+    from normscope.doctor.arguments import as_call
+
+    labels = batch.targets
+    if labels is None or labels.is_floating_point() or labels.ndim != 1:
+        return None
+
+    def accuracy(model: nn.Module) -> float:
+        right = 0
+        for part, wanted in zip(_cut(batch.inputs, size), labels.split(size), strict=True):
+            args, kwargs = as_call(part)
+            right += int((model(*args, **kwargs).argmax(1) == wanted).sum())
+        return right / len(labels)
+
+    return accuracy
