@@ -16,6 +16,7 @@ from normscope.identify.compare_gap import Gap, gap
 from normscope.identify.compare_inputs import CENTERED, inputs_for
 from normscope.identify.compare_layout import Layout, as_first_reads, read_layout
 from normscope.identify.compare_pair import two_sides
+from normscope.identify.compare_precision import both_fixed, in_one_precision, precision_notes
 from normscope.identify.compare_result import WORDS, Comparison, Counterexample, Difference
 from normscope.identify.compare_search import shrunk
 from normscope.identify.compare_sides import Side
@@ -83,7 +84,8 @@ class _Comparing:
     """Two sides on one shape: evaluate, search, decide."""
 
     def __init__(self, a: Side, b: Side, shape: tuple[int, ...], order: Layout) -> None:
-        self.a, self.b, self.shape, self.order = a, b, shape, order
+        self.a, self.b = a, b = in_one_precision(a, b)
+        self.shape, self.order = shape, order
         self.spec_a = a.spec
         self.spec_b = None if b.spec is None else as_first_reads(b.spec, order, len(shape))
         """both as the first reads its input"""
@@ -223,7 +225,8 @@ class _Comparing:
             )
             found = [d for d in found if d.field not in ("weight", "bias")]
         if self.a.held is not None and self.b.held is not None:
-            found += value_differences(self.spec_a, self.spec_b, self.a.held, self.b.held, self.shape)
+            held, roundoff = (self.a.held, self.b.held), max(self.a.roundoff, self.b.roundoff)
+            found += value_differences(self.spec_a, self.spec_b, *held, self.shape, roundoff)
         return found
 
     def _decided(self, modes: Mapping[str, bool | None], named: list[Difference]) -> bool | None:
@@ -241,6 +244,12 @@ class _Comparing:
             return False
         if None in modes.values():
             return None
+        if both_fixed(self.a, self.b):
+            self.notes.append(
+                "both are fixed affine maps of each element there, which the evaluations they agree on determine"
+            )
+            self.notes += precision_notes(self.a, self.b)
+            return True
         if verdict is None:
             self.notes.append(
                 f"they agree on all {sum(self.tried.values())} evaluations, which proves nothing about other inputs"
@@ -248,9 +257,13 @@ class _Comparing:
             return None
         if verdict.same and all(d.mode == "parameters" for d in named):
             self._for_this_shape()
+            self.notes += precision_notes(self.a, self.b)
             return True
-        if not verdict.same:
-            self.notes.append(f"undecided: {verdict.reason}, and no input that was tried shows it")
+        why = verdict.reason
+        if verdict.same:
+            apart = ", ".join(d.field for d in named if d.mode != "parameters")
+            why = f"{apart} differ by more than rounding, by less than shows beside the largest output"
+        self.notes.append(f"undecided: {why}, and no input that was tried shows it")
         return None
 
     def _for_this_shape(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from normscope.identify.compare_gap import gap
 from normscope.identify.compare_inputs import inputs_for
-from normscope.identify.compare_result import Difference, largest_difference
+from normscope.identify.compare_result import Difference
 from normscope.identify.compare_sides import SpecSide
 from normscope.identify.compare_values import Values, carried, free_values
 from normscope.spec import NormSpec, PatternError, SpecError
@@ -33,6 +33,9 @@ SETS = ("center", "scale", "correction", "eps", "eps_at")
 """what is done with a statistic set"""
 ROUNDED = 1e-12
 """relative: a few roundings between two ways to write one value"""
+READ_OFF = 64
+"""roundoffs of |weight| + |bias| that a value read off a function may be off by: 16 of an output, which is up to 4
+times the weight plus the bias at the inputs that identification probes with"""
 
 
 def differences(a: NormSpec, b: NormSpec, shape: Sequence[int]) -> list[Difference]:
@@ -59,14 +62,15 @@ def differences(a: NormSpec, b: NormSpec, shape: Sequence[int]) -> list[Differen
 
 
 def value_differences(
-    a: NormSpec, b: NormSpec, held_a: Values, held_b: Values, shape: Sequence[int]
+    a: NormSpec, b: NormSpec, held_a: Values, held_b: Values, shape: Sequence[int], roundoff: float
 ) -> Iterator[Difference]:
-    """Parameters and stored statistics in which two norms differ that could hold the same."""
+    """Parameters and stored statistics in which two norms differ that could hold the same, by more than arithmetic of
+    this roundoff tells."""
     wanted = carried(held_a, a, b, shape)
     for name in sorted(set(wanted) & set(held_a) & set(held_b)):
         # equal in what they mean, or equal as numbers, which is then told of the convention
-        near = ROUNDED * np.abs(wanted[name]).max(initial=0.0)
-        if any(largest_difference(value, held_b[name]) <= near for value in (wanted[name], held_a[name])):
+        near = ROUNDED * np.abs(wanted[name]).max(initial=0.0) + READ_OFF * roundoff * _reach(name, wanted, b)
+        if any(_within(value, held_b[name], near) for value in (wanted[name], held_a[name])):
             continue
         side, other = SpecSide("", b), {**wanted, name: held_b[name]}
         sizes = {mode: _largest(side, side, shape, (b,), mode, (wanted, other)) for mode in ("train", "eval")}
@@ -75,6 +79,23 @@ def value_differences(
             mode = "both" if len(shows) == 2 else shows[0]
             size = max(sizes[m] for m in shows)
             yield Difference(f"{name} values", _span(wanted[name]), _span(held_b[name]), size, mode)
+
+
+def _reach(name: str, values: Values, spec: NormSpec) -> Array:
+    """|weight| + |bias| of each element of a value, which rounding goes by where the two are read off together."""
+    parts = [
+        np.abs(values[part] + (spec.weight_offset if part == "weight" else 0.0))
+        for part in (("weight", "bias") if name in ("weight", "bias") else (name,))
+        if part in values
+    ]
+    if any(part.shape != parts[0].shape for part in parts):
+        parts = [part.max(initial=0.0) for part in parts]
+    reach: Array = np.add.reduce(parts)
+    return reach
+
+
+def _within(value: Array, other: Array, near: Array) -> bool:
+    return value.shape == other.shape and bool((np.abs(value - other) <= near).all())
 
 
 def _same_words(spec: NormSpec, other: NormSpec) -> NormSpec:

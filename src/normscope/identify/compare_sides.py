@@ -180,7 +180,7 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
         _why(found),
         held if found.spec is not None else None,
         fixed=found.fixed is not None,
-        roundoff=box.roundoff,
+        roundoff=max(box.roundoff, found.roundoff or 0.0),
         box=box,
     )
 

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from normscope.errors import BadInput, told
+from normscope.identify.memory import freed
 
 _HOOKS = (
     "_forward_hooks",
@@ -92,6 +93,11 @@ def _refuse_without_values(module: nn.Module) -> None:
             raise BadInput(
                 f"a module is identified by its values, and {name} of {type(module).__name__} is on the meta device. "
                 "Load its values first: module.to_empty(device='cpu'), then load_state_dict"
+            )
+        if freed(tensor):
+            raise BadInput(
+                f"a module is identified by its values, and the memory of {name} of {type(module).__name__} was freed "
+                "or made smaller than its shape. Load its values again"
             )
 
 

@@ -18,7 +18,12 @@ from normscope.identify.fit import Fit, fit
 from normscope.identify.fixed import LINEAR, fixed_affine
 from normscope.identify.partition import Partition, find_partition
 from normscope.identify.probing import Contradiction, OnlyWhenShortened, Pair, Prober, direction, pair
-from normscope.identify.repeats import find_precision, global_generators_kept, require_repeatable
+from normscope.identify.repeats import (
+    find_precision,
+    global_generators_kept,
+    require_float32_shown,
+    require_repeatable,
+)
 from normscope.identify.result import Identification
 from normscope.identify.scan import (
     NOISE,
@@ -98,10 +103,19 @@ def identify_box(box: Box, shape: tuple[int, ...], *, layout: str | None = None)
         may_be_float32 = contradiction.size is None or contradiction.size < FLOAT32
     if may_be_float32 and box.roundoff < ROUNDOFF["float32"]:
         try:
-            return _at_some_shape(Prober(box, ROUNDOFF["float32"]), shape, layout)
+            coarse = Prober(box, ROUNDOFF["float32"])
+            with global_generators_kept():
+                require_float32_shown(coarse, shape)
+            return _at_some_shape(coarse, shape, layout)
         except Contradiction:
             pass  # what contradicted float64 is the reason
-    return Identification(reason=reason, evidence=tuple(f.evidence), notes=tuple(f.notes), name=box.name)
+    return Identification(
+        reason=reason,
+        evidence=tuple(f.evidence),
+        notes=tuple(f.notes),
+        name=box.name,
+        roundoff=f.roundoff,
+    )
 
 
 def _at_some_shape(f: Prober, shape: tuple[int, ...], layout: str | None) -> Identification:
@@ -263,4 +277,9 @@ def _verified(
 
 def _kept(f: Prober) -> dict[str, Any]:
     f.conclude("nothing was read, only called", "calls", number=f.calls)
-    return {"evidence": tuple(f.evidence), "notes": tuple(f.notes), "name": f.box.name}
+    return {
+        "evidence": tuple(f.evidence),
+        "notes": tuple(f.notes),
+        "name": f.box.name,
+        "roundoff": f.roundoff,
+    }

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from math import sqrt
 
 import numpy as np
 
@@ -17,10 +18,17 @@ LAST_BITS = 16
 """roundings by which equal calls may differ: sums of several threads in another order"""
 
 
+STEP = 15
+"""octaves below the input of the steps of a line: their fourth power is below the roundings of float64"""
+FLOAT64_NOISE = 1e-11
+"""of the output: float64 leaves some 1e-15 at ordinary inputs, float32 anywhere inside some 1e-8"""
+
+
 @contextmanager
 def global_generators_kept() -> Iterator[None]:
-    """Put the global random generators (Python, NumPy, torch where it is loaded) back afterwards."""
+    """Put the global random generators (Python, NumPy, torch where it is loaded) back afterwards, and grad mode."""
     torch = sys.modules.get("torch")
+    grad = torch.is_grad_enabled() if torch else True
     saved = random.getstate(), np.random.get_state()  # noqa: NPY002  the one that other people's code draws from
     devices = list(range(torch.cuda.device_count())) if torch and torch.cuda.is_initialized() else []
     try:
@@ -32,6 +40,8 @@ def global_generators_kept() -> Iterator[None]:
     finally:
         random.setstate(saved[0])
         np.random.set_state(saved[1])  # noqa: NPY002
+        if torch:
+            torch.set_grad_enabled(grad)  # an interrupt may have come between entering and leaving no_grad
 
 
 def _seed() -> None:
@@ -113,6 +123,21 @@ def find_precision(f: Prober, shape: tuple[int, ...]) -> None:
         f.conclude(
             "computes in float32 inside", "an input and its float32 roundings give the same to the bit"
         )
+
+
+def require_float32_shown(f: Prober, shape: tuple[int, ...]) -> None:
+    """Raises Contradiction where a callable of float64 rounds like float64 throughout: what is off is not rounding.
+
+    Fourth differences along a line: a smooth function leaves ``h^4`` and the roundings of single outputs, which
+    follow no line (a table of differences tells the noise of a function: Hamming, Numerical Methods, 1962).
+    """
+    x, other = direction(shape, 5), direction(shape, 6)
+    steps = [f(x + k * 2.0**-STEP * other) for k in range(5)]
+    largest = float(np.abs(steps).max()) or 1.0
+    noise = float(np.abs(np.diff(steps, 4, axis=0)).max()) / sqrt(70) / largest  # the sum of the squares of 1 4 6 4 1
+    if not noise > FLOAT64_NOISE:
+        raise Contradiction("it rounds like float64")
+    f.conclude("computes partly in float32 inside", "fourth differences along a line", noise=noise)
 
 
 def _rounded(x: Array, dtype: str) -> Array:

@@ -74,6 +74,8 @@ class Identification:
     """what could not be seen, and what should be known about the callable"""
     name: str = ""
     """the callable in words"""
+    roundoff: float | None = None
+    """unit roundoff of its arithmetic as the probes found it: float32 inside a function of float64 is seen"""
 
     def __bool__(self) -> bool:
         """Whether it is a normalization of the family."""
