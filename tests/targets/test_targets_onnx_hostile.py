@@ -114,14 +114,20 @@ def test_a_tensor_whose_bytes_do_not_fit_its_shape(tmp_path):
 
 def test_values_in_a_circle(tmp_path):
     nodes = [
-        make_node("Identity", ["b"], ["a"]),
-        make_node("Relu", ["a"], ["b"]),
+        make_node("Cast", ["b"], ["a"], to=1, name="first"),
+        make_node("Cast", ["a"], ["b"], to=1),
         make_node("LayerNormalization", ["a", "a"], ["y"], name="norm"),
     ]
     value = make_tensor_value_info("y", TensorProto.FLOAT, ["n", 8])
     graph = make_graph(nodes, "g", [], [value])
-    model = OnnxModel(make_model(graph, opset_imports=[make_opsetid("", 17)], ir_version=9))
-    assert model.norm.spec.source == "input"
+    path = saved(tmp_path, make_model(graph, opset_imports=[make_opsetid("", 17)], ir_version=9))
+    assert refusal(path) == f"{path}: the node 'first' of this graph waits for itself, so it cannot be run"
+
+
+def test_nodes_in_any_order(tmp_path):
+    model = model_with()
+    model.graph.node.insert(0, make_node("Relu", ["y"], ["z"]))
+    assert OnnxModel(saved(tmp_path, model)).norm.spec.weight == "d"
 
 
 @pytest.mark.parametrize("rounds", [400, pytest.param(20_000, marks=pytest.mark.slow)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from normscope.reading.graphs.graph import Graph
-from normscope.spec import Cast
 from normscope.spec.axes import last_axes
 
 LETTERS = {2: "b c", 3: "b c l", 4: "b c h w", 5: "b c d h w"}
@@ -23,7 +22,8 @@ class Affine:
     bias: str
     on_weight: Axes | None
     on_bias: Axes | None
-    cast: Cast
+    cast: bool
+    """the result is cast before the gain is applied"""
 
 
 def affine_after(graph: Graph, output: str, axes: Axes, ndim: int | None, *, scalar: bool) -> Affine:
@@ -35,11 +35,10 @@ def affine_after(graph: Graph, output: str, axes: Axes, ndim: int | None, *, sca
     weight = bias = ""
     on_weight: Axes | None = None
     on_bias: Axes | None = None
-    cast = Cast()
+    cast = False
     found = _constant_after(graph, output, "Mul", ndim)
     if found is not None and found[1] in (axes, _channel(ndim)):
-        cast = Cast(compute="float32", weight="after") if found[3] else Cast()
-        weight, on_weight, output = found[:3]
+        weight, on_weight, output, cast = found
     elif scalar and (one := _scalar_after(graph, output)) is not None:
         (weight, output), on_weight = one, ()
     following = _constant_after(graph, output, "Add", ndim)

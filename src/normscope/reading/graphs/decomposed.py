@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from normscope.reading.graphs.affine import affine_after, names_of
 from normscope.reading.graphs.constants import values_of
 from normscope.reading.graphs.graph import Graph
-from normscope.reading.onnx_nodes import shortest_float32
-from normscope.spec import NormSpec
+from normscope.reading.onnx_nodes import STASH, shortest_float32
+from normscope.spec import Cast, NormSpec
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -160,6 +160,15 @@ def _scaled(graph: Graph, value: str) -> tuple[str, float] | None:
     return _with_number(graph, value, ("Mul",))
 
 
+def _dtype(graph: Graph, value: str) -> str:
+    """The dtype that nodes compute in: the input's own, unless a cast stands before them."""
+    while (node := graph.producer(value)) is not None and node.op_type in ("Cast", "Identity", "Sub"):
+        if node.op_type == "Cast":
+            return STASH.get(values_of(node).get("to", 0), "input")
+        value = node.input[0]
+    return "input"
+
+
 def _square_of(graph: Graph, value: str) -> str | None:
     node = graph.maker(value)
     if node is None:
@@ -262,6 +271,7 @@ def _with_affine(
     stats, weight, bias = names
     spec = NormSpec(
         stats, weight=weight, bias=bias, center=scale == "std", scale=scale, correction=correction,
-        eps=shortest_float32(root.eps), eps_at=root.eps_at, cast=affine.cast,
+        eps=shortest_float32(root.eps), eps_at=root.eps_at,
+        cast=Cast(_dtype(graph, root.squared), "after" if affine.cast else "before"),
     )  # fmt: skip
     return Written(spec, x, affine.output, affine.weight, affine.bias)

@@ -29,6 +29,9 @@ class Graph:
         graph: the graph; by default the main one.
         folder: where tensors outside of the file lie; None where there is no file.
         outer: the graph around this one, whose values it can read.
+
+    Raises:
+        BadTarget: nodes that feed themselves.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Graph:
             self._producers.update((name, node) for name in node.output if name)
             for name in dict.fromkeys((*node.input, *_captured(node))):
                 self._readers.setdefault(name, []).append(node)
+        _refuse_circles(self.nodes)
         self.inputs = [value.name for value in self.proto.input if value.name not in self.stored]
         self.outputs = [value.name for value in self.proto.output]
         self._constants = Constants(self.stored, self._producers, self.shapes, folder)
@@ -141,6 +145,28 @@ def inlined(model: ModelProto) -> ModelProto:
         return inliner.inline_local_functions(model, False)
     except Exception as error:
         raise BadTarget(f"the functions of this graph do not fit their calls: {error}") from error
+
+
+def _refuse_circles(nodes: Sequence[NodeProto]) -> None:
+    """Every walk through a graph relies on its end."""
+    makers = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+    needs = [{makers[name] for name in (*node.input, *_captured(node)) if name in makers} for node in nodes]
+    readers: list[list[int]] = [[] for _ in nodes]
+    for i, needed in enumerate(needs):
+        for maker in needed:
+            readers[maker].append(i)
+    ready = [i for i, needed in enumerate(needs) if not needed]
+    waiting = [len(needed) for needed in needs]
+    for i in ready:
+        for reader in readers[i]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                ready.append(reader)
+    if len(ready) < len(nodes):
+        stuck = next(node for i, node in enumerate(nodes) if waiting[i])
+        raise BadTarget(
+            f"the node {(stuck.name or stuck.output[0])!r} of this graph waits for itself, so it cannot be run"
+        )
 
 
 def _captured(node: NodeProto) -> Iterator[str]:
