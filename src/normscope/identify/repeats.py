@@ -134,7 +134,9 @@ def require_float32_shown(f: Prober, shape: tuple[int, ...]) -> None:
     x, other = direction(shape, 5), direction(shape, 6)
     steps = [f(x + k * 2.0**-STEP * other) for k in range(5)]
     largest = float(np.abs(steps).max()) or 1.0
-    noise = float(np.abs(np.diff(steps, 4, axis=0)).max()) / sqrt(70) / largest  # the sum of the squares of 1 4 6 4 1
+    noise = (
+        float(np.abs(np.diff(steps, 4, axis=0)).max()) / sqrt(70) / largest
+    )  # the sum of the squares of 1 4 6 4 1
     if not noise > FLOAT64_NOISE:
         raise Contradiction("it rounds like float64")
     f.conclude("computes partly in float32 inside", "fourth differences along a line", noise=noise)
