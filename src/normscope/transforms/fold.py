@@ -47,6 +47,7 @@ def fold(
     change the function: something stands between the two, the output has other readers, the layer that reads it pads
     with zeros (the shift would be missing at the border; where the shift is 0 it folds), a weight is tied, parametrized
     or used twice, the norm runs twice or looks at the batch, hooks would see other tensors, code calls a function.
+    Branches of Python that the sample does not take are not seen.
 
     A folded norm becomes ``nn.Identity``, or loses gain and bias, under the same path and as the same object. New
     weights are computed in float64 and rounded once; parameters stay the objects they are, with device, dtype and

@@ -37,11 +37,10 @@ def fold_into(model: nn.Module, steps: Sequence[Step], copies: Iterable[str] = (
                 one.scale_inputs(values, step.scale, step.shift)
         if step.centered is not None:
             step.centered.center_outputs(values)
-    with torch.no_grad():
-        for name, value in values.items():
-            if name in made:
-                _make(model, name, _held(model, made[name]), value)
-            _held(model, name).copy_(value)
+    for name, value in values.items():
+        if name in made:
+            _make(model, name, _held(model, made[name]), value)
+        _write(_held(model, name), value)
     for step in steps:
         _replace(model.get_submodule(step.path), step)
     return made
@@ -74,6 +73,12 @@ def _held(model: nn.Module, name: str) -> Any:
     return getattr(model.get_submodule(path), last)
 
 
+def _write(held: Tensor, value: Tensor) -> None:
+    # a tensor made in inference mode can only be written there
+    with torch.inference_mode(held.is_inference()), torch.no_grad():
+        held.copy_(value)
+
+
 def _make(model: nn.Module, name: str, weight: Tensor, value: Tensor) -> None:
     path, _, last = name.rpartition(".")
     zeros = torch.zeros(value.shape, dtype=weight.dtype, device=weight.device)
@@ -91,10 +96,9 @@ def _replace(norm: Any, step: Step) -> None:
             del vars(norm)[name]
         norm.__class__ = nn.Identity
     elif step.becomes == NEUTRAL:
-        with torch.no_grad():
-            norm.weight.fill_(step.neutral)
-            if getattr(norm, "bias", None) is not None:
-                norm.bias.zero_()
+        _write(norm.weight, torch.tensor(step.neutral))
+        if getattr(norm, "bias", None) is not None:
+            _write(norm.bias, torch.tensor(0.0))
     else:
         if step.maps:
             norm.weight = norm.bias = None

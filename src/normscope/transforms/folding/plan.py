@@ -161,11 +161,11 @@ def _stored(site: Site, call: Call, around: Surroundings, blank: Step) -> Step |
     a, b = (np.broadcast_to(value, site.tensors["running_var"].shape) for value in affine(site))
     bad = np.flatnonzero(~(np.isfinite(a) & np.isfinite(b)))
     if bad.size:
-        variance = site.array("running_var")
-        assert variance is not None
+        held = {name: site.array(name) for name in ("running_mean", "running_var", "weight", "bias")}
+        values = ", ".join(f"{name} {number(float(t[bad[0]]))}" for name, t in held.items() if t is not None)
         return Obstacle(
-            f"its scale is not finite in {bad.size} of {a.size} channels, the first of them {bad[0]} (running variance "
-            f"{number(float(variance[bad[0]]))})"
+            f"its scale or shift is not finite in {bad.size} of {a.size} channels, the first of them {bad[0]} "
+            f"({values})"
         )
     into = {fold.into for fold in spec.properties().folds if fold.part == "norm"}
     if not into:
