@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from normscope.identify.memory import strided_parts
 
 _WRITTEN_UNANNOTATED = frozenset({"running_mean", "running_var", "dropout_state", "sobolstate"})
 """arguments that kernels write although their schema does not say so (native, cudnn and miopen batch norm)"""
@@ -34,21 +36,8 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
     Raises ``NotImplementedError`` or ``RuntimeError`` where torch gives no access to it.
     """
-    wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):
-        for name in wrapper.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(wrapper, name))
-    elif tensor.layout is torch.sparse_coo:
-        yield from storages_of(tensor._indices())
-        yield from storages_of(tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
-            yield from storages_of(part)
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
-            yield from storages_of(part)
-    else:
-        yield tensor.untyped_storage()
+    for part in strided_parts(tensor):
+        yield part.untyped_storage()
 
 
 class Vault:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from normscope.errors import NormscopeError
+from normscope.identify.memory import freed
 
 
 class Refused(NormscopeError):
@@ -45,7 +47,14 @@ def unwrap(model: Any) -> nn.Module:
 
 
 def refuse_unmaterialized(model: nn.Module) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    """Refuse a model whose tensors have no values here: reading freed memory would end the process."""
+    for path, module in model.named_modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            raise Refused(
+                f"{clean_path(path) or 'the model'} is sharded by fully_shard: its parameters are pieces of the "
+                f"model's, and freed between runs. {_UNSHARD}"
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *_attributes(model)]:
         if torch.nn.parameter.is_lazy(tensor):
             raise Refused(
                 f"{clean_path(name)} is lazy: it gets its shape in the first forward pass, which also changes the "
@@ -56,6 +65,26 @@ def refuse_unmaterialized(model: nn.Module) -> None:
                 f"{clean_path(name)} is on the meta device: it has a shape but no values. Load the weights "
                 f"(model.to_empty(device=...), then load_state_dict), then check the model"
             )
+        if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+            raise Refused(
+                f"{clean_path(name)} is a DTensor, a piece of a parameter that a device mesh shares. {_UNSHARD}"
+            )
+        if freed(tensor):
+            raise Refused(
+                f"{clean_path(name)} has shape {tuple(tensor.shape)}, but its memory was freed or made smaller than "
+                f"that. Load the weights again, or build the model anew and load its state dict, then check it"
+            )
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are attributes, neither parameters nor buffers (a frozen weight, a cache)."""
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+_UNSHARD = "Check the model before it is distributed, or load its full state dict into a plain copy"
 
 
 def refuse_inference_tensors(model: nn.Module, mode: str, grad: bool) -> None:
