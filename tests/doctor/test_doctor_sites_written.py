@@ -245,6 +245,86 @@ def test_what_only_resembles_a_norm_is_no_site(body: Body, inlined: bool) -> Non
     assert found(body, inlined) == []
 
 
+BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(1),
+    "sum": lambda x: x.sum(1),
+    "var": lambda x: x.var(1),
+    "std": lambda x: x.std(1),
+    "square": torch.square,
+    "norm": lambda x: x.norm(dim=1),
+    "rsqrt of a second moment": lambda x: x.pow(2).mean(1).rsqrt(),
+    "mean, relu and clone": lambda x: x.mean(1).relu().clone(),
+    "less its mean": lambda x: x - x.mean(1, keepdim=True),
+    "less the norm's own mean": lambda x: x - x.mean(-1, keepdim=True),
+    "amax": lambda x: x.amax(1),
+}
+
+
+def centered_first(p: Part, x: Tensor) -> Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return p.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+class Before(nn.Module):
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.made(x)
+
+
+@pytest.mark.parametrize("between", [nn.Identity(), nn.ReLU()])
+@pytest.mark.parametrize("body", [textbook, from_the_formula, rms_in_float32, unit_length, centered_first])
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_norm_by_hand_of_a_moment_is_a_module_of_its_own(
+    before: str, body: Body, between: nn.Module
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Before(BEFORE[before]), between, Part(body), nn.Linear(6, 2))
+    with Session(model) as session:
+        (site,) = find_sites(session, (torch.randn(4, 5, 6),))
+    assert (site.name, site.kind) == ("3", "hand-written")
+    assert [n.path for n in site.calls[0].feeds] == ["4"]
+
+
+class Applied(nn.Module):
+    """A norm in two modules: one takes the moment, the other divides; both are told by their caller."""
+
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sqrt(x.var(-1, keepdim=True) + 1e-5)
+
+    class Quotient(nn.Module):
+        def forward(self, x: Tensor, root: Tensor) -> Tensor:
+            return x / root
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.linear, self.root, self.quotient = nn.Linear(6, 6), self.Root(), self.Quotient()
+        self.apart = apart
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        centered = x - x.mean(-1, keepdim=True)
+        return self.quotient(centered, self.root(x)) if self.apart else centered / self.root(x)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_norm_over_several_modules_is_still_one(apart: bool) -> None:
+    with Session(Applied(apart)) as session:
+        assert len(find_sites(session, (torch.randn(4, 6),))) == 1
+
+
+@pytest.mark.parametrize("before", ["mean", "std", "square", "less its mean"])
+@pytest.mark.parametrize("body", INNOCENT)
+def test_what_only_resembles_a_norm_of_a_moment_is_no_site(before: str, body: Body) -> None:
+    made = BEFORE[before]
+    model = nn.Sequential(nn.Linear(6, 6), Before(made), Part(body), nn.Linear(6, 2))
+    with Session(model) as session:
+        given = torch.randn(4, 6) if before in ("square", "less its mean") else torch.randn(4, 5, 6)
+        assert find_sites(session, (given,)) == []
+
+
 class BatchNormByHand(nn.Module):
     """As taught: batch statistics in training, stored ones in eval; ``kept`` says how they are stored."""
 

@@ -296,6 +296,20 @@ class TestFinalNormMissing:
     def test_innocent(self, model: nn.Module) -> None:
         assert not found(model, "NS602", tokens())
 
+    def test_silent_where_a_norm_by_hand_stands_behind_a_mean(self) -> None:
+        class Pool(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x.mean(1)
+
+        class Norm(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
+
+        stack = [Block(), Block(), Block(), Pool()]
+        assert found(nn.Sequential(*stack, Norm(), nn.Linear(16, 4)), "NS602", tokens()) == ()
+        (finding,) = found(nn.Sequential(*stack, nn.Linear(16, 4)), "NS602", tokens())
+        assert finding.severity == "warning"
+
     def test_a_sum_that_nothing_reads(self) -> None:
         class Dropped(nn.Module):
             def __init__(self) -> None:

@@ -14,6 +14,9 @@ label       what a value with it is, for one x
 ``root``    a root of a second moment (a standard deviation, an RMS, a norm)
 ``inverse`` one over a root
 ==========  ===========================================================================
+
+Labels end where a module begins: whatever made what a forward was given, for the norms inside it is an x of its own.
+(Only a module that is given x and a moment of that x goes on with the norm of its caller.)
 """
 
 from __future__ import annotations
@@ -79,6 +82,8 @@ class WrittenNorms:
         self._normalized: dict[Value, Value] = {}
         """a norm's output -> the origin of what it normalizes"""
         self._open: dict[Frame, _Open] = {}
+        self._now: _Open | None = None
+        """the forward that runs the operation being followed"""
         self._stored = StoredRoots()
 
     def entered(self, frame: Frame, args: tuple[Any, ...]) -> None:
@@ -102,6 +107,7 @@ class WrittenNorms:
 
     def follow(self, frame: Frame, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Label what a new node made."""
+        self._now = self._open.get(frame)
         if not node.outputs[0].data:
             self._stored.follow(node, args)
             return
@@ -117,7 +123,7 @@ class WrittenNorms:
 
     def _sum(self, frame: Frame, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source = node.inputs[0]
-        label = self._labels.get(source)
+        label = self._label_of(source)
         if self._constant(source):
             return
         if label is None:
@@ -129,7 +135,7 @@ class WrittenNorms:
 
     def _moment(self, frame: Frame, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source = node.inputs[0]
-        if source in self._labels:
+        if self._label_of(source) is not None:
             return
         power = kwargs.get("p", kwargs.get("ord", args[1] if node.op == "norm" and len(args) > 1 else None))
         if power not in (None, 2, "fro"):
@@ -143,7 +149,7 @@ class WrittenNorms:
         fixed = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "rdiv": -1.0}
         exponent = fixed.get(node.op, args[1] if len(args) > 1 else kwargs.get("exponent"))
         source = node.inputs[0]
-        label = self._labels.get(source)
+        label = self._label_of(source)
         if label is None:
             if exponent == 2:
                 self._label(node, Label("square", self._origin(source), source, node))
@@ -187,7 +193,7 @@ class WrittenNorms:
             return self._hit(frame, node, left, right)
         if self._divides_stored(frame, node, left, right, "root"):
             return None
-        label = self._labels.get(right)
+        label = self._label_of(right)
         if label is not None:
             if label.kind == "root" and self._constant(left):
                 self._label(node, replace(label, kind="inverse"))
@@ -199,15 +205,17 @@ class WrittenNorms:
             return self._inherit(node, node.inputs[0])
         left, right = node.inputs[:2]
         for value, other in ((left, right), (right, left)):
-            label, second = self._labels.get(value), self._labels.get(other)
+            label, second = self._label_of(value), self._label_of(other)
             if self._constant(value):
                 continue
             if self._shifts_stored(frame, node, value, other):
                 return None
             if label is None:  # x less its mean, or plus a constant
-                kept = second is not None and second.kind == "mean" and second.x in self._sources(value)
+                kept = (
+                    second is not None and second.kind == "mean" and self._x(second) in self._sources(value)
+                )
             else:  # E[x^2] - E[x]^2
-                kept = second is not None and second.x is label.x and label.kind != "mean"
+                kept = second is not None and self._x(second) is self._x(label) and label.kind != "mean"
             if kept or self._constant(other):
                 return self._inherit(node, value)
         return None
@@ -215,9 +223,10 @@ class WrittenNorms:
     def _scaled(self, node: Node, left: Value, right: Value) -> None:
         """A product with something else: constants keep what a value is, masks and counts keep its moments."""
         for value, other in ((left, right), (right, left)):
-            label, second = self._labels.get(value), self._labels.get(other)
+            label, second = self._label_of(value), self._label_of(other)
             moment = label is not None and label.kind in ("mean", "square", "second")
-            shift = label is not None and label.kind == "mean" and second is not None and second.x is label.x
+            both = label is not None and second is not None and self._x(label) is self._x(second)
+            shift = both and label is not None and label.kind == "mean"
             if shift or (
                 not self._constant(value) and (self._constant(other) or (moment and second is None))
             ):
@@ -234,23 +243,41 @@ class WrittenNorms:
         return node is not None and node.role == "view" and self._constant(node.inputs[0])
 
     def _whole(self, value: Value) -> bool:
-        return not self._constant(value) and value not in self._labels
+        return not self._constant(value) and self._label_of(value) is None
 
     def _divides(self, x: Value, by: Value, kind: str) -> bool:
-        label = self._labels.get(by)
-        return label is not None and label.kind == kind and self._whole(x) and self._origin(x) is label.x
+        label = self._label_of(by)
+        return (
+            label is not None and label.kind == kind and self._whole(x) and self._origin(x) is self._x(label)
+        )
+
+    def _label_of(self, value: Value) -> Label | None:
+        """What a value is in the forward that runs."""
+        label = self._labels.get(value)
+        if label is None or not self._outside(value):
+            return label
+        assert self._now is not None
+        others = (other for other in self._now.given if other is not value and other not in self._labels)
+        x = next((other for other in others if label.x in self._same(other)), None)
+        return None if x is None else replace(label, x=x)
+
+    def _outside(self, value: Value) -> bool:
+        """It was there before the running forward began."""
+        made = value.node
+        return self._now is not None and (made is None or made.number < self._now.first)
 
     def _label(self, node: Node, label: Label) -> None:
         self._labels[node.outputs[0]] = label
 
     def _inherit(self, node: Node, value: Value) -> None:
-        if value in self._labels:
-            self._label(node, self._labels[value])
+        label = self._label_of(value)
+        if label is not None:
+            self._label(node, label)
         elif not self._constant(value):
             self._parents[node.outputs[0]] = value
 
     def _inherit_label(self, node: Node) -> None:
-        label = next((self._labels[value] for value in node.inputs if value in self._labels), None)
+        label = next((found for value in node.inputs if (found := self._label_of(value)) is not None), None)
         if label is not None:
             for made in node.outputs:
                 self._labels[made] = label
@@ -267,17 +294,23 @@ class WrittenNorms:
     def _sources(self, value: Value) -> tuple[Value, ...]:
         """The origin, and what was normalized where that is a norm's output: a shift by the mean may follow."""
         origin = self._origin(value)
-        return (origin, self._normalized[origin]) if origin in self._normalized else (origin,)
+        normalized = self._normalized.get(origin)
+        return (origin,) if normalized is None else (origin, self._origin(normalized))
 
     def _origin(self, value: Value) -> Value:
-        for last in self._same(value):  # noqa: B007
-            pass
+        """The first of those that a value is, back to what the running forward was given."""
+        for last in self._same(value):
+            if self._outside(last):
+                break
         return last
 
+    def _x(self, label: Label) -> Value:
+        """What a moment is of, as the running forward sees it: a module inside may have taken it."""
+        return self._origin(label.x)
+
     def _hit(self, frame: Frame, node: Node, x: Value, by: Value) -> None:
-        label = self._labels[by]
-        forward = self._open.get(frame)
-        if label.reduction in self._used or forward is None:
+        label, forward = self._label_of(by), self._open.get(frame)
+        if label is None or label.reduction in self._used or forward is None:
             return
         self._used.add(label.reduction)
         self._normalized[node.outputs[0]] = label.x
@@ -314,9 +347,9 @@ class WrittenNorms:
     def _given(self, value: Value) -> Value:
         """Before the casts and the centering that belong to the norm."""
         node, parent = value.node, self._parents.get(value)
-        if node is None or parent is None:
+        if node is None or parent is None or self._outside(value):
             return value
-        centers = node.op == "sub" and any(other in self._labels for other in node.inputs)
+        centers = node.op == "sub" and any(self._label_of(other) is not None for other in node.inputs)
         return self._given(parent) if node.op in ops.CASTS or centers else value
 
 
