@@ -20,7 +20,7 @@ from normscope.doctor.runs import run_probes
 from normscope.doctor.session import Session
 from normscope.doctor.site import Site
 from normscope.doctor.stored_norms import LAYER, Search, find_norms, without_statistics
-from normscope.doctor.stored_sites import sites_of
+from normscope.doctor.stored_sites import bare, sites_of
 from normscope.doctor.stored_state import StoredState, in_memory
 from normscope.doctor.subject import Subject
 from normscope.doctor.wording import listed, plural
@@ -79,8 +79,9 @@ def check_state(
     stored = opened(state)
     found = find_norms(stored.tensors)
     step("values")
-    sites, notes = sites_of(found.norms, stored.config, **told)
-    lacking = without_statistics(found.norms)
+    norms = bare(found.norms)
+    sites, notes = sites_of(norms, stored.config, **told)
+    lacking = without_statistics(norms)
     subject = Subject(
         model=nn.Module(), session=cast(Session, None), sites=sites, lacking=lacking  # no rule on state runs a model
     )  # fmt: skip
@@ -131,7 +132,7 @@ def _hollow(passed: Sequence[str], sites: list[Site], *, stated: bool) -> list[N
 def describe_state(state: Mapping[str, Any] | str | Path) -> tuple[SiteRow, ...]:
     """The norms of a checkpoint without any check."""
     stored = opened(state)
-    sites, _ = sites_of(find_norms(stored.tensors).norms, stored.config)
+    sites, _ = sites_of(bare(find_norms(stored.tensors).norms), stored.config)
     return tuple(_row(site) for site in sites)
 
 

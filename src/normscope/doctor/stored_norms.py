@@ -60,8 +60,12 @@ class StoredNorm:
 
     @property
     def place(self) -> str:
-        """The path with a star for every number: alike for the blocks of one stack."""
-        return LIST_INDEX.sub("*", self.path)
+        """The path with a star for every number: alike for the blocks of one stack.
+
+        A number at the end stays: the layers of one flat sequence are of many kinds.
+        """
+        head, dot, last = self.path.rpartition(".")
+        return LIST_INDEX.sub("*", head) + dot + (last if last.isdigit() else LIST_INDEX.sub("*", last))
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from normscope.doctor.refusals import clean_path
 from normscope.doctor.site import Site
 from normscope.doctor.stored_norms import BATCH, GROUP, INSTANCE, LAYER, RMS, StoredNorm
 from normscope.doctor.tracing.config import BATCH as BATCH_KEYS
@@ -17,7 +17,6 @@ from normscope.spec import NormSpec, families
 MOST_VALUES = 2**24
 """numbers of all norms together that are read; a model of 10 GB has some 600,000"""
 AXES = "abcdefgh"
-WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module)\.|^module\.")
 TYPE_NAMES = {
     BATCH: "batch norm", LAYER: "layer norm", GROUP: "group norm", INSTANCE: "instance norm", RMS: "RMS norm",
     "": "layer, group or instance norm",
@@ -28,6 +27,14 @@ REASONS = {
     BATCH: "a batch norm by its name, without the running statistics that would show it",
     "": "a norm by its tensors; neither its name nor its shapes tell which",
 }
+
+
+def bare(norms: Iterable[StoredNorm]) -> tuple[StoredNorm, ...]:
+    """The norms under the names that the model's author gave them, without those of wrappers."""
+    return tuple(
+        replace(norm, path=clean_path(norm.path.removeprefix("module.")).removeprefix("module."))
+        for norm in norms
+    )
 
 
 def sites_of(
@@ -64,8 +71,7 @@ def sites_of(
 
 
 def _site(norm: StoredNorm) -> Site:
-    path = WRAPPERS.sub("", norm.path)
-    site = Site(path, path, "stored", TYPE_NAMES[norm.kind])
+    site = Site(norm.path, norm.path, "stored", TYPE_NAMES[norm.kind])
     if norm.has_statistics:
         site.mode_train, site.mode_eval, site.mode_now = "batch", "running", "running"
     return site
