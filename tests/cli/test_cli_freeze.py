@@ -1,4 +1,4 @@
-"""``normscope freeze`` and ``normscope recalibrate``: what they print, write and refuse."""
+"""``normscope freeze``, ``recalibrate`` and ``convert``: what they print, write and refuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from normscope.cli.app import app
-from normscope.transforms import recalibrate
+from normscope.transforms import convert, recalibrate
 
 MODELS = """
 import torch
@@ -92,6 +92,18 @@ def test_freeze_of_nothing(home: Path) -> None:
     assert code == 1
     assert "left  torch.nn.LayerNorm: 1: stores no statistics" in out
     assert not (home / "w.safetensors").exists()
+
+
+def test_convert(home: Path) -> None:
+    code, out, err = run("convert", "to_freeze:net", "--to", "group", "--groups", "2", "-o", "w.safetensors")
+    assert code == 0, err
+    assert out.startswith("convert: THE FUNCTION CHANGES: validate the model again")
+    assert "statistics: was b c ... -> c; now b (g c) ... -> b g" in out
+    converted, _ = convert(net(), "group", groups=2)
+    converted.load_state_dict(load_file(home / "w.safetensors"))
+    code, out, _ = run("convert", "to_freeze:net", "--to", "batch", "--dry-run")
+    assert code == 1
+    assert "is a BatchNorm2d already" in out
 
 
 SAID = ("--source", "a generator", "--selection", "all of it")

@@ -5,7 +5,19 @@ from __future__ import annotations
 import typer
 
 import normscope
-from normscope.cli import bench, check, compare, fold, freeze, identify, recalibrate, rule, spec, verify
+from normscope.cli import (
+    bench,
+    check,
+    compare,
+    convert,
+    fold,
+    freeze,
+    identify,
+    recalibrate,
+    rule,
+    spec,
+    verify,
+)
 from normscope.cli.frame import guarded
 
 app = typer.Typer(
@@ -33,5 +45,5 @@ def _root(
     pass
 
 
-for module in (check, spec, identify, compare, rule, verify, bench, fold, freeze, recalibrate):
+for module in (check, spec, identify, compare, rule, verify, bench, fold, freeze, recalibrate, convert):
     app.command(name=module.__name__.rpartition(".")[2])(guarded(module.command))

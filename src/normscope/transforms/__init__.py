@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from normscope.transforms.accelerate import accelerate
 from normscope.transforms.agreement import Deviation
+from normscope.transforms.convert import ConvertReport, convert
 from normscope.transforms.fold import Folded, FoldReport, fold
 from normscope.transforms.freeze import freeze, unfreeze
 from normscope.transforms.recalibrate import RecalibrationReport, recalibrate
@@ -15,6 +16,7 @@ from normscope.transforms.report import Agreement, SiteChange, TransformReport
 
 __all__ = [
     "Agreement",
+    "ConvertReport",
     "Deviation",
     "FoldReport",
     "Folded",
@@ -22,6 +24,7 @@ __all__ = [
     "SiteChange",
     "TransformReport",
     "accelerate",
+    "convert",
     "fold",
     "freeze",
     "recalibrate",

@@ -1,0 +1,71 @@
+"""``normscope convert``: the norms of a model made into another kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from normscope.cli import state_output, streams
+from normscope.cli.frame import FINDINGS, note
+from normscope.errors import BadInput
+
+
+def command(
+    target: str = typer.Argument(
+        ..., metavar="TARGET", help="package.module:attribute, or demo, demo:healthy."
+    ),
+    to: str = typer.Option(
+        ..., "--to", metavar="KIND", help="group, layer, instance, batch, sync or frozen."
+    ),
+    groups: int | None = typer.Option(None, "--groups", metavar="N", help="With --to group: how many."),
+    select: list[str] = typer.Option(
+        [],
+        "--select",
+        metavar="PATH",
+        help="A module path, or a pattern such as 'backbone.*.bn?'; repeatable.",
+    ),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="Where the state dict goes: .safetensors."
+    ),
+    data: Path | None = typer.Option(
+        None, "--data", metavar="FILE", help="A batch that shows shapes: .npz, .npy, .pt or .safetensors."
+    ),
+    input_: str | None = typer.Option(
+        None, "--input", metavar="SHAPE", help="Random input instead: 8x3x224x224, or 2x16:int64:30522."
+    ),
+    weights: Path | None = typer.Option(
+        None, "--weights", metavar="FILE", help="A state dict to load into the model: .safetensors or .pt."
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Say what would change; write nothing."),
+    json: Path | None = typer.Option(None, "--json", metavar="FILE", help="Also write the report as JSON."),
+    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
+) -> int:
+    """Make the norms of a model into another kind. The function changes; the report lists how.
+
+    The file written is loaded into a model whose norms were converted in the same way.
+
+    Exit codes: 0 something was converted, 1 nothing could be, 2 the command or target is wrong.
+    """
+    if (output is None) != dry_run:
+        raise BadInput("name a file to write with -o FILE.safetensors, or rehearse with --dry-run")
+    if output is not None:
+        state_output.named("-o", output)
+    out = streams.claim()
+    from normscope import targets
+    from normscope.transforms import convert
+
+    loaded = targets.resolve(target, data=data, input_spec=input_, weights=weights)
+    for said in loaded.notes:
+        note(said)
+    model, report = convert(
+        loaded.model, to, groups=groups, select=select or None, sample=loaded.inputs, dry_run=dry_run
+    )
+    print(report, file=out)
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
+    if output is not None and report.done:
+        state_output.write(model, output)
+        print(f"written: {output}", file=out)
+    out.flush()
+    return 0 if report.done else FINDINGS

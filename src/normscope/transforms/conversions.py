@@ -1,0 +1,195 @@
+"""One normalization layer made into another kind: what is carried over, and what is refused and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import normscope.nn as own
+from normscope.transforms.frozen import frozen_parts
+
+MOST_GROUPS = 32
+"""as in Wu and He 2018"""
+BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+KNOWN: tuple[type, ...] = (
+    *BATCH, *INSTANCE, nn.SyncBatchNorm, nn.GroupNorm,
+    own.BatchNorm1d, own.BatchNorm2d, own.BatchNorm3d,
+    own.InstanceNorm1d, own.InstanceNorm2d, own.InstanceNorm3d,
+    own.GroupNorm, own.ChannelsFirstLayerNorm, own.FrozenBatchNorm,
+)  # fmt: skip
+"""exactly these classes: a subclass has code of its own, which would be gone"""
+Made = nn.Module | str
+"""the new layer, or the reason why there is none"""
+
+
+@dataclass(frozen=True)
+class Old:
+    """What is there."""
+
+    module: Any
+    shapes: tuple[tuple[int, ...], ...]
+    """of its inputs on the sample; empty without one"""
+    groups: int | None
+
+    @property
+    def channels(self) -> int:
+        """Size of axis 1."""
+        module = self.module
+        if isinstance(module, nn.GroupNorm):
+            return int(module.num_channels)
+        if isinstance(module, nn.LayerNorm):
+            return int(module.normalized_shape[0])
+        return int(module.num_features)
+
+    @property
+    def ndim(self) -> int | None:
+        """Axes of its input with the batch axis; None where neither the class nor a sample tells."""
+        for kinds in (BATCH, INSTANCE):
+            for axes, kind in enumerate(kinds, start=3):
+                if isinstance(self.module, kind) and (axes > 3 or kinds is INSTANCE):
+                    return axes
+        return len(self.shapes[0]) if self.shapes else None
+
+    @property
+    def positions_certain(self) -> bool:
+        """Whether every input has positions beside samples and channels."""
+        if self.shapes:
+            return all(len(shape) > 2 and _size(shape[2:]) > 1 for shape in self.shapes)
+        return self.ndim is not None
+
+
+def groups_of(channels: int) -> int:
+    """The rule: as many groups as divide the channels, at most 32, with at least two channels each; else one.
+
+    >>> [groups_of(c) for c in (64, 32, 48, 6, 7, 1)]
+    [32, 16, 24, 3, 1, 1]
+    """
+    return max((g for g in range(1, MOST_GROUPS + 1) if channels % g == 0 and channels >= 2 * g), default=1)
+
+
+def make(to: str, old: Old) -> Made:
+    """The layer of another kind in place of ``old``, with its gain, bias, eps, flags, dtype and device."""
+    module = old.module
+    if frozen_parts(module):
+        return "is frozen: unfreeze it first"
+    if type(module) not in KNOWN:
+        return f"is a {type(module).__qualname__}, whose own code would be dropped"
+    if _has_hooks(module):
+        return "has hooks, which belong to the module that it is: remove them first"
+    made = KINDS[to](old)
+    if isinstance(made, nn.Module):
+        if type(made) is type(module) and not isinstance(made, nn.GroupNorm):
+            return f"is a {type(made).__name__} already"
+        _carry(module, made)
+    return made
+
+
+def _group(old: Old) -> Made:
+    channels = old.channels
+    groups = groups_of(channels) if old.groups is None else old.groups
+    if channels % groups:
+        return f"has {channels} channels, which {groups} groups do not divide"
+    if channels == groups and not old.positions_certain:
+        return "would have one channel a group, and no positions are certain: sets of one element"
+    if isinstance(old.module, nn.GroupNorm) and old.module.num_groups == groups:
+        return f"is a group norm of {groups} groups already"
+    made: nn.Module = _home(old).GroupNorm(
+        groups, channels, old.module.eps, _affine(old.module), **_place(old.module)
+    )
+    return made
+
+
+def _layer(old: Old) -> Made:
+    if old.channels == 1:
+        return "has one channel, so every position would be a set of one element"
+    return own.ChannelsFirstLayerNorm(old.channels, old.module.eps, _affine(old.module), **_place(old.module))
+
+
+def _instance(old: Old) -> Made:
+    if old.ndim is None or old.ndim < 3:
+        return "may get inputs (N, C), which an instance norm takes for one sample; give a sample that shows (N, C, L)"
+    if not old.positions_certain:
+        return "has one position on the sample, so every set would have one element"
+    kind = getattr(_home(old), f"InstanceNorm{old.ndim - 2}d")
+    made: nn.Module = kind(old.channels, old.module.eps, affine=_affine(old.module), **_place(old.module))
+    return made
+
+
+def _batch(old: Old) -> Made:
+    if old.ndim is None:
+        return "does not tell how many axes its input has: give a sample"
+    kind = getattr(_home(old), f"BatchNorm{max(old.ndim - 2, 1)}d")
+    momentum = getattr(old.module, "momentum", 0.1)
+    made: nn.Module = kind(old.channels, old.module.eps, momentum, _affine(old.module), **_place(old.module))
+    return made
+
+
+def _sync(old: Old) -> Made:
+    if not isinstance(old.module, BATCH):
+        return "is no batch norm"
+    module = old.module
+    return nn.SyncBatchNorm(
+        module.num_features, module.eps, module.momentum, _affine(module), **_place(module)
+    )
+
+
+def _frozen(old: Old) -> Made:
+    if not isinstance(old.module, (*BATCH, nn.SyncBatchNorm)) or old.module.running_mean is None:
+        return "stores no statistics of batches that could be frozen"
+    return own.FrozenBatchNorm(old.channels, old.module.eps, **_place(old.module))
+
+
+KINDS: dict[str, Callable[[Old], Made]] = {
+    "group": _group,
+    "layer": _layer,
+    "instance": _instance,
+    "batch": _batch,
+    "sync": _sync,
+    "frozen": _frozen,
+}
+
+
+def _carry(old: Any, new: Any) -> None:
+    """Parameters as the objects they are, statistics where both store them, and the mode."""
+    for name in ("weight", "bias"):
+        held = getattr(old, name, None)
+        if name in new._buffers:
+            if held is not None:
+                new._buffers[name] = held.detach().clone()
+        elif isinstance(held, nn.Parameter) or held is None:
+            setattr(new, name, held)
+        else:  # a buffer of a frozen norm
+            setattr(new, name, nn.Parameter(held.detach().clone()))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        held = getattr(old, name, None)
+        if new._buffers.get(name) is not None and isinstance(held, Tensor):
+            new._buffers[name] = held.detach().clone()
+    new.train(old.training)
+
+
+def _home(old: Old) -> Any:
+    """normscope.nn for a layer of it that torch.nn has too."""
+    kind = type(old.module)
+    return own if kind.__module__.startswith(own.__name__) and hasattr(nn, kind.__name__) else nn
+
+
+def _affine(module: Any) -> bool:
+    return getattr(module, "weight", None) is not None or getattr(module, "bias", None) is not None
+
+
+def _place(module: nn.Module) -> dict[str, Any]:
+    held = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), None)
+    return {} if held is None else {"device": held.device, "dtype": held.dtype}
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(value for name, value in vars(module).items() if name.endswith("_hooks"))
+
+
+def _size(sizes: tuple[int, ...]) -> int:
+    return int(torch.Size(sizes).numel())
