@@ -35,7 +35,7 @@ def command(
     target: str = typer.Argument(
         ...,
         metavar="TARGET",
-        help="package.module:attribute, a .onnx file or one of weights, or demo, demo:healthy.",
+        help="package.module:attribute, a .onnx or .pt2 file or one of weights, or demo, demo:healthy.",
     ),
     data: Path | None = typer.Option(
         None, "--data", metavar="FILE", help="A batch: .npz, .npy, .pt (tensors only) or .safetensors."
@@ -65,6 +65,9 @@ def command(
     ),
     frozen_policy: str | None = typer.Option(
         None, "--frozen-policy", help="What you meant to freeze: statistics, affine or both."
+    ),
+    trust: bool = typer.Option(
+        False, "--trust", help="Of a .pt2 program: load it, which can run code of whoever wrote it."
     ),
     eps: float | None = typer.Option(
         None, "--eps", help="Of a file of weights: the eps your code builds its norms with."
@@ -148,7 +151,7 @@ def command(
             )
         else:
             stored.refuse_stated({"--eps": eps, "--momentum": momentum})
-            loaded = targets.resolve(target, data=data, input_spec=input_, weights=weights)
+            loaded = targets.resolve(target, data=data, input_spec=input_, weights=weights, trust=trust)
             loaded.fill_in()
             for said in loaded.notes:
                 note(said)

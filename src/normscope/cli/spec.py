@@ -16,7 +16,7 @@ def command(
     target: str = typer.Argument(
         ...,
         metavar="TARGET",
-        help="package.module:attribute, a .onnx file or one of weights, or demo, demo:healthy.",
+        help="package.module:attribute, a .onnx or .pt2 file or one of weights, or demo, demo:healthy.",
     ),
     data: Path | None = typer.Option(
         None,
@@ -26,6 +26,9 @@ def command(
     ),
     input_: str | None = typer.Option(
         None, "--input", metavar="SHAPE", help="Random input where there is no data: 8x3x224x224."
+    ),
+    trust: bool = typer.Option(
+        False, "--trust", help="Of a .pt2 program: load it, which can run code of whoever wrote it."
     ),
     format_: str = typer.Option("text", "--format", metavar="FORMAT", help="text or json."),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
@@ -47,7 +50,7 @@ def command(
         stored.refuse(target, {"--data": data, "--input": input_})
         rows, ran = describe_state(Path(target)), False
     else:
-        loaded = targets.resolve(target, data=data, input_spec=input_)
+        loaded = targets.resolve(target, data=data, input_spec=input_, trust=trust)
         rows, ran = describe(loaded.model, loaded.inputs), loaded.inputs is not None
     if format_ == "json":
         document = {"schema": 1, "target": target, "sites": [row.to_dict() for row in rows]}

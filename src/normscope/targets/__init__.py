@@ -48,19 +48,24 @@ def resolve(
     data: Path | None = None,
     input_spec: str | None = None,
     weights: Path | None = None,
+    trust: bool = False,
 ) -> Loaded:
     """Load what ``target`` names; ``data`` or ``input_spec`` replace the inputs it brings.
+
+    ``trust``: a ``.pt2`` program may run code.
 
     Raises:
         BadTarget: it cannot be loaded.
         BadInput: the data file or the shape cannot be used.
     """
-    from normscope.targets import batches, checkpoints, demos, imported, onnx_model
+    from normscope.targets import batches, checkpoints, demos, exported, imported, onnx_model
 
     if target == "demo" or target.startswith("demo:"):
         loaded = demos.load(target)
     elif target.lower().endswith(".onnx"):
         loaded = onnx_model.load(target, weights)
+    elif target.lower().endswith(".pt2"):
+        loaded = exported.load(Path(target), trust)
     elif target.lower().endswith(FILES):
         raise BadTarget(
             f"{target} is a file of weights or a graph; a check needs the model's code: name it as "
