@@ -233,7 +233,7 @@ def test_a_comparison_can_be_read_and_stored() -> None:
     text = str(c)
     assert text.startswith("LayerNorm and LayerNorm: not the same function\n")
     assert "  - eps: 1e-05 against 0.001; alone it changes the output by up to " in text
-    assert "  counterexample (output in training, output, off by " in text
+    assert "  counterexample, made small (output in training, output, off by " in text
     document = json.loads(json.dumps(c.to_json()))
     assert document["same"] is False
     assert document["differences"][0]["field"] == "eps"

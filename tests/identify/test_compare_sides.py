@@ -14,6 +14,7 @@ from torch import nn
 import normscope as ns
 from normscope import families
 from normscope.errors import BadInput
+from normscope.identify.compare_result import Counterexample
 from normscope.identify.compare_search import shrunk
 from normscope.identify.compare_shapes import shapes
 from normscope.identify.compare_values import carried, free_values
@@ -243,3 +244,36 @@ def test_a_smaller_input_keeps_what_is_asked_of_it() -> None:
     assert small.shape == (1, 3)
     assert np.count_nonzero(small) == 1
     assert float(np.abs(small).max()) in (1.0, 2.0)
+
+
+def test_a_printed_counterexample_shows_the_numbers_around_the_largest_difference() -> None:
+    """Beyond the first elements, which are often all 0."""
+    a, b = np.zeros((3, 40)), np.zeros((3, 40))
+    b[1, 20] = 0.5
+    shown = Counterexample(
+        np.arange(120.0).reshape(3, 40), a, b, "eval", values_a={"weight": np.linspace(0.5, 2, 40)}
+    )
+    assert shown.place == (1, 20)
+    assert str(shown).splitlines() == [
+        "x of shape (3, 40), [1, 17:23]: 57, 58, 59, 60, 61, 62",
+        "a of shape (3, 40), [1, 17:23]: 0, 0, 0, 0, 0, 0",
+        "b of shape (3, 40), [1, 17:23]: 0, 0, 0, 0.5, 0, 0",
+        "with weight of shape (40,): 0.5 to 2 in a",
+    ]
+
+
+@pytest.mark.parametrize("correction", [0, 1])
+def test_the_largest_difference_is_none_below_that_of_the_counterexample(correction: int) -> None:
+    """The small input often shows more than those it was made of."""
+    spec = families.layer_norm().replace(correction=correction, eps=1e-3, eps_at="std")
+    c = ns.compare(spec, nn.LayerNorm(8, eps=1e-6), (4, 8))
+    shown = c.counterexample
+    assert shown is not None
+    assert c.largest[shown.mode] >= shown.difference
+    lines = str(c).splitlines()
+    head = (
+        "  by field, each alone and with parameters put in for it (together they may change less, or more):"
+    )
+    assert lines[lines.index(head) + 1].startswith("  - ")
+    (said,) = [line for line in lines if line.startswith("  counterexample")]
+    assert said.endswith(f"off by {shown.difference:.3g} at [{', '.join(map(str, shown.place or ()))}])")

@@ -106,14 +106,18 @@ class _Comparing:
             seen = [found for found in seen if found.mode != "bfloat16"]
         named = self._differences(tried)
         same = self._decided(modes, named)
+        shown = self._counterexample(seen)
+        largest = {m: max(f.gap.size for f in seen if f.mode == m) for m in modes if modes[m] is False}
+        if shown is not None:  # a small input may show more than those that it was made of
+            largest[shown.mode] = max(largest[shown.mode], shown.difference)
         return Comparison(
             self.a.name,
             self.b.name,
             same,
             differences=tuple(sorted(named, key=lambda d: (d.mode == "parameters", -_number(d.size)))),
-            counterexample=self._counterexample(seen),
+            counterexample=shown,
             modes=modes,
-            largest={m: max(f.gap.size for f in seen if f.mode == m) for m in modes if modes[m] is False},
+            largest=largest,
             spec_a=self.a.spec,
             spec_b=self.b.spec,
             notes=tuple(self.notes),

@@ -23,6 +23,7 @@ WORDS = {
     "parameters": "only where the same stored numbers are loaded into both",
 }
 """what a mode compares"""
+BY_FIELD = "by field, each alone and with parameters put in for it (together they may change less, or more)"
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,23 @@ class Counterexample:
         """Largest difference of two elements; infinite where one is a number and the other is not."""
         return largest_difference(self.y_a, self.y_b)
 
+    @property
+    def place(self) -> tuple[int, ...] | None:
+        """Index of the element that differs most; None where the shapes are different."""
+        import numpy as np
+
+        if self.y_a.shape != self.y_b.shape or not self.y_a.size:
+            return None
+        most = np.argmax(_apart(self.y_a, self.y_b))
+        return tuple(int(n) for n in np.unravel_index(most, self.y_a.shape))
+
     def __str__(self) -> str:
-        lines = [f"x {_shown(self.x)}", f"a {_shown(self.y_a)}", f"b {_shown(self.y_b)}"]
+        """Both outputs around the element that differs most, and the input there."""
+        at = self.place
+        lines = [f"{name} {_shown(y, at)}" for name, y in (("x", self.x), ("a", self.y_a), ("b", self.y_b))]
         for side, values in (("a", self.values_a), ("b", self.values_b)):
             if values:
-                said = ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
+                said = ", ".join(f"{name} {_shown(value, None)}" for name, value in values.items())
                 lines.append(f"with {said} in {side}")
         return "\n".join(lines)
 
@@ -98,7 +111,9 @@ class Comparison:
             are a convention of storage (``mode="parameters"``).
         counterexample: the input on which they differ most, made small; None where none was found.
         modes: what was compared -> same or not: ``train``, ``eval``, ``update`` (of stored statistics), ``bfloat16``.
-        largest: what was compared -> largest difference that was seen.
+        largest: what was compared -> largest difference that was seen, over all inputs and the counterexample, with
+            the values of the parameters that show it. No sum of the sizes of `differences`: each of these is the change
+            that one field makes alone, with parameters that are put in for it, and several may cancel.
         notes: what else to know: conditions under which they would agree, what could not be compared.
     """
 
@@ -126,13 +141,15 @@ class Comparison:
             said = {True: "the same", False: "different", None: "undecided"}[same]
             seen = f", by up to {self.largest[mode]:.3g}" if same is False and mode in self.largest else ""
             lines.append(f"  {WORDS[mode]}: {said}{seen}")
+        if any(not math.isnan(difference.size) for difference in self.differences):
+            lines.append(f"  {BY_FIELD}:")
         lines += [f"  - {difference}" for difference in self.differences]
         lines += [f"  note: {said}" for said in self.notes]
         if self.counterexample is not None:
             found = self.counterexample
-            lines.append(
-                f"  counterexample ({WORDS[found.mode]}, {found.quantity}, off by {found.difference:.3g})"
-            )
+            where = "" if found.place is None else f" at [{', '.join(map(str, found.place))}]"
+            seen = f"{WORDS[found.mode]}, {found.quantity}, off by {found.difference:.3g}{where}"
+            lines.append(f"  counterexample, made small ({seen})")
             lines += [f"    {line}" for line in str(found).splitlines()]
         return "\n".join(lines)
 
@@ -175,24 +192,39 @@ def largest_difference(a: Array, b: Array) -> float:
     >>> largest_difference(np.array([1.0, np.nan]), np.array([1.5, np.nan]))
     0.5
     """
+    return float(_apart(a, b).max(initial=0.0)) if a.shape == b.shape else math.inf
+
+
+def _apart(a: Array, b: Array) -> Array:
     import numpy as np
 
-    if a.shape != b.shape:
-        return math.inf
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.where(same, 0.0, np.abs(a - b))
-    return float(np.where(np.isnan(off), np.inf, off).max(initial=0.0))
+    apart: Array = np.where(np.isnan(off), np.inf, off)
+    return apart
 
 
-def _shown(value: Array, most: int = 16) -> str:
-    """Small arrays in full, larger ones by their shape and first elements."""
+def _shown(value: Array, at: tuple[int, ...] | None, most: int = 16, window: int = 6) -> str:
+    """Small arrays in full; of larger ones the shape and the numbers around ``at``, with their indices, or the range.
+
+    >>> import numpy as np
+    >>> _shown(np.arange(40.0).reshape(2, 20), (1, 9))
+    'of shape (2, 20), [1, 6:12]: 26, 27, 28, 29, 30, 31'
+    """
     import numpy as np
 
     if value.size <= most:
         return np.array2string(value, separator=", ", threshold=most + 1).replace("\n", "")
-    first = ", ".join(f"{float(v):.6g}" for v in value.ravel()[:6])
-    return f"of shape {value.shape}: {first}, ..."
+    if at is None or len(at) != value.ndim or any(n >= size for n, size in zip(at, value.shape, strict=True)):
+        return f"of shape {value.shape}: {float(value.min()):.6g} to {float(value.max()):.6g}"
+    along = max(axis for axis, size in enumerate(value.shape) if size > 1)
+    start = max(0, min(at[along] - window // 2, value.shape[along] - window))
+    stop = min(start + window, value.shape[along])
+    others = at[:along] + at[along + 1 :]
+    numbers = np.moveaxis(value, along, -1)[others][start:stop]
+    index = ", ".join(f"{start}:{stop}" if axis == along else str(n) for axis, n in enumerate(at))
+    return f"of shape {value.shape}, [{index}]: {', '.join(f'{float(v):.6g}' for v in numbers)}"
 
 
 def _plain(value: Any) -> Any:
