@@ -259,6 +259,30 @@ def test_what_no_graph_shows_is_undone_by_the_check() -> None:
         assert torch.allclose(folded(X), good(X), rtol=1e-4, atol=1e-3)
 
 
+def test_dropout_between_does_nothing_in_evaluation() -> None:
+    model = nn.Sequential(conv(), nn.Dropout(0.5), norm()).eval()
+    folded, report = fold(model, X)
+    assert len(report.done) == 1
+    with torch.no_grad():
+        assert torch.allclose(folded(X), model(X), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m, x: m.bn(nn.functional.dropout(m.a(x), 0.5, training=True)),
+        lambda m, x: m.bn(y := nn.functional.dropout(m.a(x), 0.5, training=m.training)) + y,
+    ],
+    ids=["that never stops", "with another reader"],
+)
+def test_dropout_between_is_undone_by_the_check(run: Any) -> None:
+    model = Net(run, a=conv(), bn=norm()).eval()
+    same, report = fold(model, X)
+    assert same is model
+    (left,) = report.left
+    assert left.reason.startswith("undone, the function would change: in eval the outputs would be ")
+
+
 def test_training_mode_is_refused() -> None:
     with pytest.raises(Refused) as caught:
         fold(nn.Sequential(conv(), norm()), X)

@@ -59,8 +59,9 @@ class Surroundings:
         (one,) = call.fed_by
         if one.kind not in ("conv", "linear"):
             return Obstacle(f"its input comes from {_told(one)}")
-        if one.through:
-            return Obstacle(f"{listed(one.through[::-1])} stands between {_told(one)} and it")
+        stands = [op for op in one.through[::-1] if op not in DROPOUTS]
+        if stands:
+            return Obstacle(f"{listed(stands)} stands between {_told(one)} and it")
         if axis is None or one.feature_axis != axis:
             return Obstacle(f"its statistics do not lie on the features that {_told(one)} makes")
         if one.consumers > 1:
