@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from normscope.errors import BadInput, told
 from normscope.identify.memory import freed
+from normscope.identify.patched_forward import runs_on_the_original
 
 _HOOKS = (
     "_forward_hooks",
@@ -50,9 +51,16 @@ def copied(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     Hooks of torch itself (weight norm, spectral norm) are part of the function and stay.
 
     Raises:
-        BadInput: for modules whose parameters have no values yet (lazy, meta), or that cannot be copied.
+        BadInput: for modules whose parameters have no values yet (lazy, meta), or that cannot be copied, as where a
+            forward that was put on the module holds it.
     """
     _refuse_without_values(module)
+    if (path := runs_on_the_original(module)) is not None:
+        raise BadInput(
+            f"a module is identified on a copy, and the forward that was put on {path or type(module).__name__} holds "
+            "the module itself, so that a copy would run and write the original. Define forward in a subclass, or put "
+            "it on as a method: types.MethodType(forward, module)"
+        )
     memo: dict[int, Any] = {}
     for part in module.modules():
         for name in _HOOKS:

@@ -92,7 +92,7 @@ class Outcome:
 class ModuleBox:
     """One function on float64 arrays. `settings` stand in for the module's own tensors.
 
-    Each call runs in a fork of the module that owns its buffers and attributes and shares what is not set.
+    Each call runs in a fork of the module, which owns everything that the call may write.
     """
 
     module: nn.Module
@@ -156,7 +156,7 @@ class ModuleBox:
         try:
             with Float32AsFloat64() if self.redirect else nullcontext():
                 result = module(*args, **kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ModelError(
                 f"{self.name} raised on a {self.dtype} input of shape {tuple(x.shape)} ({told(error)}). Pass an "
                 "example of a shape that it takes"
@@ -169,6 +169,11 @@ class ModuleBox:
                 f"{self.name} returned a {type(result).__name__}; identification reads one tensor. Wrap it in a "
                 "module that returns the normalized tensor"
             )
+        if result.is_complex():
+            raise ModelError(
+                f"{self.name} returned a tensor of {result.dtype}; identification reads real numbers. Wrap it in a "
+                "module that returns the real part, or the two parts stacked"
+            )
         return result
 
     def _in_dtype(self, value: Any) -> Any:
@@ -176,8 +181,8 @@ class ModuleBox:
         return value.to(self.dtype) if floats else value
 
     def fork(self) -> nn.Module:
-        """A module whose buffers and attributes are its own; parameters are shared where they are not set."""
-        memo: dict[int, Any] = {id(p): p for p in self.module.parameters()}
+        """A module that shares nothing with this one: a forward may write into its parameters too."""
+        memo: dict[int, Any] = {}
         for name, tensor in tensors_of(self.module).items():
             if name in self.settings:
                 # not in place: tensors that share the memory of this one are the module's own affair

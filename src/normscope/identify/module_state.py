@@ -66,7 +66,7 @@ def whole_of(here: InMode, there: InMode | None, other_raises: bool, layout: str
     if fixed is None:
         return _without_state(here, there, layout)
     if live is None:
-        return _by_state_alone(fixed, other_raises, layout)
+        return _by_state_alone(fixed, modes, other_raises, layout)
     return _with_state(here, live, fixed, layout)
 
 
@@ -81,11 +81,13 @@ def _without_state(here: InMode, there: InMode | None, layout: str | None) -> Wh
     return Whole(values, mode, None, evidence, notes, _units_of(values.spec, here.core.equivalent))
 
 
-def _by_state_alone(fixed: InMode, other_raises: bool, layout: str | None) -> Whole:
+def _by_state_alone(fixed: InMode, modes: list[InMode], other_raises: bool, layout: str | None) -> Whole:
     """Stored statistics in every mode that was seen."""
     core = replace(fixed.core, spec=_by_convention(fixed, layout))
     values = affine_values(core, fixed, layout, fixed.named("mean", "nonlinear"))
     stored, law = _stored(values.spec, fixed)
+    for one in modes:
+        _require_still(one, stored)
     running = Running() if other_raises else Running(momentum=0.0)
     running = replace(running, over=stored.placed.axes)
     spec = values.spec.replace(eps=law.eps, eps_at=law.eps_at, gain=law.gain, running=running)
@@ -102,6 +104,7 @@ def _with_state(here: InMode, live: InMode, fixed: InMode, layout: str | None) -
     """Statistics of the input in one mode, ``live``, and stored ones in the other."""
     values = affine_values(live.core, here, layout, fixed.named("mean", "nonlinear"))
     stored, law = _stored(values.spec, fixed)
+    _require_still(fixed, stored)
     units = _units_of(values.spec, live.core.equivalent)
     base = next((spec for spec in (values.spec, *units) if _agrees(spec, law)), None)
     if base is None:
@@ -118,7 +121,8 @@ def _with_state(here: InMode, live: InMode, fixed: InMode, layout: str | None) -
         )
     values = replace(values, spec=base.replace(running=rule.running))
     evidence = (*live.core.evidence, law.evidence, rule.evidence, *fixed.tensor_evidence)
-    return Whole(values, "batch" if here is live else "running", stored, evidence, live.core.notes, ())
+    notes = (*live.core.notes, *rule.notes)
+    return Whole(values, "batch" if here is live else "running", stored, evidence, notes, ())
 
 
 def _stored(spec: NormSpec, fixed: InMode) -> tuple[Stored, Law]:
@@ -131,6 +135,15 @@ def _stored(spec: NormSpec, fixed: InMode) -> tuple[Stored, Law]:
     if isinstance(law, str):
         raise NotOfTheFamily(law)
     return stored, law
+
+
+def _require_still(mode: InMode, stored: Stored) -> None:
+    """Raises NotOfTheFamily where calls that normalize by stored statistics move them."""
+    if moved := [name for name in (stored.mean, stored.var) if name in mode.moved]:
+        raise NotOfTheFamily(
+            f"{'training' if mode.training else 'evaluation'} normalizes by stored statistics and moves "
+            f"{' and '.join(moved)} too: no specification says that"
+        )
 
 
 def _require_known_roles(mode: InMode) -> None:

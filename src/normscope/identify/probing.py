@@ -44,7 +44,7 @@ class Prober:
             y = self.box(x)
         except NormscopeError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ModelError(
                 f"{self.box.name} raised on an input of shape {x.shape} ({told(error)}). Pass an example of a shape "
                 "and dtype that it takes."
@@ -59,7 +59,10 @@ class Prober:
         """Whether an input of this shape gives a finite output of this shape."""
         try:
             return bool(np.isfinite(self(direction(shape, 0))).all())
-        except Exception:  # a shape that it does not take is an answer, whatever the callable raises
+        except (
+            Exception,
+            SystemExit,
+        ):  # a shape that it does not take is an answer, whatever the callable raises
             return False
 
     def conclude(self, conclusion: str, probe: str, **numbers: float | int | str | tuple[int, ...]) -> None:

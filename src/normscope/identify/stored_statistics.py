@@ -22,6 +22,10 @@ from normscope.spec import NormSpec, Running, RunningState
 
 RULE = 1e-9
 BATCHES = 3
+LATE = 1e-6
+"""relative: a ten thousandth of the way is known to 1e-12 of it"""
+LATER = 10**4
+"""calls by which a counter is put forward, to see the rule there: a warm-up is over by then"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Rule:
     evidence: Evidence
     error: float
     """largest difference between the tensors and the rule over all updates, relative to their size"""
+    notes: tuple[str, ...] = ()
+    """what was not seen"""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,14 @@ def update_rule(box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str,
     how = "as the plain mean over batches" if plain else f"by {momentum:g} of the way to each batch"
     stands = "unbiased" if correction == 1 else "biased" if correction == 0 else f"correction {correction:g}"
     counters = _counters(outcomes)
+    expected = 1 / (counts[0] + LATER) if plain else m
+    if counters and abs(_fraction_later(box, spec, stored, start, outcomes) - expected) > LATE * expected:
+        return None
+    notes = (
+        ()
+        if counters or not plain
+        else (f"that it stays the plain mean was watched for {BATCHES} calls only",)
+    )
     counted = f"; {' and '.join(counters)} counts the updates" if counters else ""
     evidence = Evidence(
         f"{stored.mean} and {stored.var} move {how}, the stored variance {stands}{counted}",
@@ -102,7 +116,19 @@ def update_rule(box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str,
         {f"fraction of call {k + 1}": m for k, m in enumerate(fractions)}
         | {"stored over biased variance": ratio, "largest error": error},
     )
-    return Rule(told.running or running, evidence, error)
+    return Rule(told.running or running, evidence, error, notes)
+
+
+def _fraction_later(
+    box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str, Array], outcomes: Sequence[Outcome]
+) -> float:
+    """The fraction of the first call with every counter put forward by `LATER` calls."""
+    first, second = (outcome.tensors for outcome in outcomes[:2])
+    later = {name: first[name] + (LATER - 1) * (second[name] - first[name]) for name in _counters(outcomes)}
+    x, _ = _like_virtual_batches(spec, 1 + 2 * np.random.default_rng(22).standard_normal(box.shape))
+    (outcome,) = consecutive(box.set({**start, **later}), [x])
+    (fraction,), _ = _fractions(spec, stored, [x], [stored.state(start), stored.state(outcome.tensors)])
+    return fraction
 
 
 def _like_virtual_batches(spec: NormSpec, x: Array) -> tuple[Array, int]:

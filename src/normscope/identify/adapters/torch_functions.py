@@ -39,7 +39,10 @@ def adapt(fn: Any, example: Any) -> Box | None:
     def call(x: Array) -> Any:
         with torch.no_grad():
             y = function(torch.tensor(x, dtype=dtype, device=device))
-        return y.detach().cpu().double().numpy() if isinstance(y, torch.Tensor) else y
+        if not isinstance(y, torch.Tensor):
+            return y
+        y = y.detach().resolve_conj().cpu()
+        return (y if y.is_complex() else y.double()).numpy()
 
     name = f"{name_of(fn)}, on torch {str(dtype).removeprefix('torch.')}"
     return Boxed(name, roundoff, call)
@@ -50,18 +53,18 @@ def _takes_arrays(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
     try:
         with np.errstate(all="ignore"):
             return isinstance(fn(np.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape)), np.ndarray)
-    except Exception:
+    except (Exception, SystemExit):
         return False
 
 
 def _from_one_state(module: Any) -> Callable[[Any], Any]:
-    """A copy of the module whose buffers are put back before each call; the module itself is never called."""
+    """A copy of the module whose tensors are put back before each call; the module itself is never called."""
     twin = copy.deepcopy(module)
-    saved = [(buffer, buffer.clone()) for buffer in twin.buffers()]
+    saved = [(tensor, tensor.detach().clone()) for tensor in (*twin.buffers(), *twin.parameters())]
 
     def call(x: Any) -> Any:
-        for buffer, value in saved:
-            buffer.copy_(value)
+        for tensor, value in saved:
+            tensor.copy_(value)
         return twin(x)
 
     return call

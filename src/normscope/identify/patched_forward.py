@@ -1,0 +1,60 @@
+"""A forward that was put on one module and holds that module: in a copy it would run on, and write, the original."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+
+def runs_on_the_original(module: nn.Module) -> str | None:
+    """The path of the first part whose own ``forward`` holds a part of ``module``; None where there is none.
+
+    A bound method is copied with its module. A plain function is not copied at all, and what it holds (its closure,
+    its defaults, the globals that it names) stays the original.
+    """
+    parts = {id(part) for part in module.modules()}
+    for path, part in module.named_modules():
+        own = part.__dict__.get("forward")
+        if isinstance(own, FunctionType) and any(id(held) in parts for held in _held(own, set())):
+            return str(path)
+    return None
+
+
+def _held(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Modules that a function reaches: directly, by bound methods, and through other functions and collections."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield value
+        return
+    inside: list[Any] = []
+    if isinstance(value, FunctionType):
+        names = value.__code__.co_names
+        inside = [value.__globals__[name] for name in names if name in value.__globals__]
+        inside = [one for one in inside if isinstance(one, nn.Module)]  # whole programs hang on other globals
+        inside += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        inside += _closed_over(value)
+    elif isinstance(value, MethodType):
+        inside = [value.__self__, value.__func__]
+    elif isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, dict):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple):
+        inside = list(value)
+    for one in inside:
+        yield from _held(one, seen)
+
+
+def _closed_over(function: FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a cell that nothing was put into yet
+            found.append(cell.cell_contents)
+    return found
