@@ -29,7 +29,10 @@ def set_training(module: nn.Module, flag: bool) -> None:
 
 
 class NoFunctionalDropout(torch.overrides.TorchFunctionMode):
-    """Turns off ``F.dropout`` and its kin, which a module in training mode for its statistics would switch on."""
+    """Turns off ``F.dropout`` and its kin, which a module in training mode for its statistics would switch on.
+
+    So it does with the dropout inside attention.
+    """
 
     _DROPOUTS = frozenset(
         getattr(nn.functional, name)
@@ -43,4 +46,8 @@ class NoFunctionalDropout(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self._DROPOUTS:
             return func(args[0] if args else kwargs["input"], training=False)
+        if func is nn.functional.scaled_dot_product_attention and "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        elif func is nn.functional.multi_head_attention_forward and "training" in kwargs:
+            kwargs = {**kwargs, "training": False}
         return func(*args, **kwargs)
