@@ -11,6 +11,7 @@ import torch
 
 from normscope.doctor.diagnosis.alone import Alone
 from normscope.doctor.diagnosis.step import Case, Step
+from normscope.doctor.diagnosis.stopped import Stopped
 from normscope.doctor.nested import mapped, tensors
 from normscope.doctor.session import Session
 from normscope.doctor.wording import label, listed, number, plural
@@ -39,6 +40,10 @@ class Slope:
     """how much two step sizes disagree"""
     scale: float
     """size that a random direction would show"""
+    replaced: tuple[str, ...] = ()
+    """functions whose backward is on purpose not their derivative"""
+    stopped: str = ""
+    """what was held fixed, because the model cuts it off from the gradient"""
 
     @property
     def error(self) -> float:
@@ -46,6 +51,10 @@ class Slope:
 
     @property
     def wrong(self) -> bool:
+        return not self.replaced and self.apart
+
+    @property
+    def apart(self) -> bool:
         if self.autograd != self.autograd:
             return True
         return abs(self.autograd - self.difference) > ALLOWED * self.scale + 10 * self.doubt
@@ -53,7 +62,7 @@ class Slope:
     def line(self) -> str:
         return (
             f"along a random direction of {self.of}: autograd {number(self.autograd)}, finite differences "
-            f"{number(self.difference)}"
+            f"{number(self.difference)}{self.stopped}"
         )
 
 
@@ -85,6 +94,9 @@ def step(case: Case) -> Step:
         seen.append(f"the whole model in float64 was not compared: {told(error)}.")
     if whole is not None:
         seen.append(f"the whole model, {whole.line()}.")
+    if whole is not None and whole.apart and whole.replaced:
+        seen.append(f"cannot tell: gradients are replaced on purpose by {listed(whole.replaced)}.")
+        whole = None
     custom = _custom(case) if wrong or (whole is not None and whole.wrong) else []
     if custom:
         seen.append(f"written by hand: {listed(custom)}.")
@@ -130,7 +142,7 @@ def _model(case: Case) -> Slope | None:
     """The slope of a random projection of the output in all parameters, on the first samples.
 
     Taken a little off the parameters that are given: where biases are exactly 0 behind dead units, a ReLU may stand
-    at its kink, where there is no gradient to compare.
+    at its kink, where there is no gradient to compare. What the model cuts off from the gradient is held fixed.
     """
     subject = case.subject
     numbers = sum(p.numel() for p in subject.model.parameters())
@@ -157,8 +169,10 @@ def _model(case: Case) -> Slope | None:
     move(drawn(), ASIDE)
     direction = drawn()
     size = sum(float(d.square().sum()) for d in direction) ** 0.5
-    with Session(model) as session, session.gradient_run(args, kwargs, mode="batch") as output:
+    first = Stopped()
+    with Session(model) as session, session.gradient_run(args, kwargs, mode="batch", watch=[first]) as output:
         total = _projected(output)
+        first.check()
         if total is None or not total.requires_grad or not parameters:
             return None
         grads = torch.autograd.grad(total, parameters, allow_unused=True)
@@ -170,16 +184,21 @@ def _model(case: Case) -> Slope | None:
 
     def at(distance: float) -> float:
         move(direction, distance / size)
-        with Session(model) as session:
-            value = _projected(session.forward(args, kwargs, mode="batch"))
+        run = Session(model)
+        with run, run.gradient_run(args, kwargs, mode="batch", watch=[Stopped(first)]) as output:
+            value = _projected(output)
+            found = float("nan") if value is None else float(value.detach())
         move(direction, -distance / size)
-        return float("nan") if value is None else float(value)
+        return found
 
     h = 1e-5  # short: a step must not cross many kinks
     ahead, behind = at(h), at(-h)
     coarse, fine = (ahead - behind) / (2 * h), (at(h / 2) - at(-h / 2)) / h
     one_sided = abs(ahead - middle - (middle - behind)) / h
-    return Slope("all parameters", slope, fine, abs(coarse - fine) + one_sided + 1e-5 * scale, scale)
+    doubt = abs(coarse - fine) + one_sided + 1e-5 * scale
+    stopped = listed([f"{name} ({count})" for name, count in first.by.items()])
+    held = f" (what the model cuts off from the gradient held fixed: {stopped})" if stopped else ""
+    return Slope("all parameters", slope, fine, doubt, scale, tuple(first.replaced()), held)
 
 
 def _projected(output: object) -> torch.Tensor | None:
