@@ -32,6 +32,17 @@ def optimizers(given: Any) -> list[torch.optim.Optimizer]:
     return found
 
 
+def strangers(model: nn.Module, given: list[torch.optim.Optimizer]) -> list[str]:
+    """What to say of optimizers that hold none of the model's parameters: their steps are no steps of it."""
+    own = {id(p) for p in model.parameters()}
+    return [
+        f"{type(optimizer).__name__} holds none of the model's parameters, so its steps say nothing of this model: "
+        "pass the optimizer that trains it"
+        for optimizer in given
+        if own and not any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    ]
+
+
 def refuse_shards(model: nn.Module) -> None:
     """Raise Refused for parameters of which this rank holds a piece: to gather them would be a collective operation."""
     for name, parameter in model.named_parameters():

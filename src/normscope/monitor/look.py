@@ -122,9 +122,9 @@ class Look:
                 ]
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
         self._waiting.clear()
 
     def batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -13,13 +13,14 @@ from torch import nn
 
 from normscope.doctor import arguments
 from normscope.doctor.check import chosen
+from normscope.doctor.interrupts import uninterrupted
 from normscope.doctor.report import Finding, Report
 from normscope.doctor.session import Session
 from normscope.doctor.tracing.paths import ModuleNames
 from normscope.doctor.tracing.readings import Readings
 from normscope.errors import BadInput, NormscopeError, told
 from normscope.monitor import verdict
-from normscope.monitor.given import optimizers, refuse_shards, roots
+from normscope.monitor.given import optimizers, refuse_shards, roots, strangers
 from normscope.monitor.look import Look, SiteLook
 from normscope.monitor.news import News
 from normscope.monitor.ranks import Ranks, process_group
@@ -156,7 +157,17 @@ class Monitor:
         self._watches, unseen = watches(subject.sites, self._names)
         if unseen:
             self._notes.append(f"{', '.join(unseen)}: scripted, takes no hooks and is not watched")
+        self._note(strangers(self._modes.model, self._optimizers))
         self._news = News(self._on_finding, self._jsonl, self._tensorboard)
+        with uninterrupted():
+            try:
+                self._put_on()
+            except BaseException:
+                self._take_off()
+                raise
+        return self
+
+    def _put_on(self) -> None:
         self._running = True
         for watch in self._watches.values():
             self._handles += watch.hooks()
@@ -164,19 +175,23 @@ class Monitor:
             self._handles.append(root.register_forward_pre_hook(Hook(self._forward), with_kwargs=True))
         self._handles += [o.register_step_post_hook(self._optimizer_stepped) for o in self._optimizers]
         self._begin_look()
-        return self
 
-    def stop(self) -> None:
-        """Take the hooks off and judge what was seen since the last look. The model is as without a monitor."""
-        if not self._running:
-            return
+    def _take_off(self) -> None:
         self._running = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
         if self._look is not None:
             self._look.close()  # an unfinished step: nothing is concluded from it
             self._look = None
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
+
+    def stop(self) -> None:
+        """Take the hooks off and judge what was seen since the last look. The model is as without a monitor."""
+        was_running = self._running
+        with uninterrupted():
+            self._take_off()  # also what an interrupted stop() left
+        if not was_running:
+            return
         for watch in self._watches.values():
             watch.close(self._forwards, whole=False)
         try:
@@ -225,7 +240,7 @@ class Monitor:
         self._stepped()
 
     def _stepped(self) -> None:
-        look, self._look = self._look, None
+        look = self._look
         counted = counters(self._watches) if look is not None else {}
         for name, watch in self._watches.items():
             hidden = look is not None and not watch.called
@@ -233,7 +248,9 @@ class Monitor:
         self.steps += 1
         self._forwards = 0
         if look is not None:
-            look.close()
+            with uninterrupted():
+                look.close()
+                self._look = None
             self._looked(look)
         if self.steps % self.every == 0:
             self._begin_look()
@@ -241,7 +258,7 @@ class Monitor:
     # -- looks ---------------------------------------------------------------------------------------------
 
     def _begin_look(self) -> None:
-        with self._surviving("no look was begun"):
+        with self._surviving("no look was begun"), uninterrupted():
             subject = verdict.subject_of(self._modes, **self._settings)
             self._counters = counters(self._watches)
             costly = self._looks % self.COSTLY_EVERY == 0
@@ -313,9 +330,10 @@ class Monitor:
         if self._running:
             for watch in self._watches.values():
                 watch.settle()
+        seen = f"seen: {self.steps} optimizer steps, a look at every {self.every}th"
         return verdict.report_of(
             self._modes.model,
             self._judge(settled=True),
             earlier=self._news.found,
-            notes=[*self._notes, f"seen: {self.steps} optimizer steps, a look at every {self.every}th"],
+            notes=[*self._notes, *self._news.failed, seen],
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from normscope.doctor.report import Finding, severity_rank
+from normscope.errors import BadInput, told
 from normscope.monitor.look import SiteLook
 from normscope.monitor.writers import JsonLines, TensorBoard, Writer
 
@@ -20,6 +21,7 @@ class News:
 
     Raises:
         MissingExtra: a directory for TensorBoard, which is not installed.
+        BadInput: a place that cannot be written.
     """
 
     def __init__(
@@ -29,29 +31,40 @@ class News:
         self._graveness: dict[tuple[str, str, str], int] = {}
         self._on_finding = on_finding
         self._writers: list[Writer] = []
-        if jsonl is not None:
-            self._writers.append(JsonLines(jsonl))
-        if tensorboard is not None:
-            self._writers.append(TensorBoard(tensorboard))
+        self.failed: list[str] = []
+        """what could not be written, and why: a full disk must not end a training"""
+        for name, to, kind in (("jsonl", jsonl, JsonLines), ("tensorboard", tensorboard, TensorBoard)):
+            if to is not None:
+                try:
+                    self._writers.append(kind(to))
+                except (OSError, ValueError) as error:
+                    raise BadInput(
+                        f"{name} names a place that can be written; {to!r}: {told(error)}"
+                    ) from error
 
     def looks(self, looks: Iterable[SiteLook]) -> None:
         for look in looks:
-            for writer in self._writers:
-                writer.look(look)
+            self._write(lambda writer, look=look: writer.look(look))  # type: ignore[misc]
+
+    def _write(self, what: Callable[[Writer], None]) -> None:
+        for writer in tuple(self._writers):
+            try:
+                what(writer)
+            except Exception as error:
+                self._writers.remove(writer)
+                self.failed.append(f"{writer.name} is no longer written: {told(error)}")
 
     def tell(self, step: int, findings: Iterable[Finding]) -> None:
         for finding in findings:
             if not self._is_new(finding):
                 continue
             self.found.append(finding)
-            for writer in self._writers:
-                writer.finding(step, finding)
+            self._write(lambda writer, finding=finding: writer.finding(step, finding))  # type: ignore[misc]
             if self._on_finding is not None:
                 self._on_finding(finding)
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        self._write(lambda writer: writer.close())
 
     def _is_new(self, finding: Finding) -> bool:
         new = False

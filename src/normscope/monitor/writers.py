@@ -21,6 +21,8 @@ SCALARS = (
 
 
 class Writer(Protocol):
+    name: str
+
     def look(self, look: SiteLook) -> None: ...
 
     def finding(self, step: int, finding: Finding) -> None: ...
@@ -34,6 +36,7 @@ class JsonLines:
     strings "NaN", "Infinity" and "-Infinity"."""
 
     def __init__(self, path: str | Path) -> None:
+        self.name = f"jsonl {path}"
         self._path = Path(path)
         self._append("")  # a path that cannot be written is told now and not at the first look
 
@@ -66,6 +69,7 @@ class TensorBoard:
     """
 
     def __init__(self, to: Any) -> None:
+        self.name = "tensorboard"
         self._own = isinstance(to, (str, Path))
         self._writer = _summary_writer(str(to)) if self._own else to
 

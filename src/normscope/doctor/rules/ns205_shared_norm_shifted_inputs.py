@@ -13,7 +13,8 @@ the levels of a pyramid, a recurrent step.
 
 ## Known problems
 Siamese calls on like distributions are silent, as they should be. Fewer than four samples cannot tell, and dependent
-samples make it info.
+samples make it info. So do separate forward passes of one optimizer step, which a monitor sees together: that real and
+generated samples are normalized apart is the usual recipe of adversarial training.
 
 ## Example
 ```python
@@ -54,6 +55,7 @@ from typing import TYPE_CHECKING
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.significance import matters
+from normscope.doctor.training_record import training_of
 from normscope.doctor.wording import fold, number, percent
 
 if TYPE_CHECKING:
@@ -71,19 +73,27 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         if site.reason:
             yield NotRun("NS205", site.reason, name)
         elif site.between is not None and matters(site.between)[1]:
-            found.append(_finding(name, site, subject.inputs_dependent))
+            found.append(_finding(name, site, subject.inputs_dependent, _separate(subject, name)))
     yield from fold(found)
 
 
-def _finding(name: str, site: SiteGap, dependent: str) -> Finding:
+def _separate(subject: Subject, name: str) -> bool:
+    """A monitor saw the calls of one optimizer step, in several forward passes."""
+    record = training_of(subject)
+    seen = None if record is None else record.sites.get(name)
+    return seen is not None and seen.forwards > 1
+
+
+def _finding(name: str, site: SiteGap, dependent: str, separate: bool) -> Finding:
     between = site.between
     assert between is not None
+    where = "in an optimizer step, by separate forward passes," if separate else "in a forward"
     chance = f" The samples are not independent, so this may be chance: {dependent}." if dependent else ""
     return Finding(
         code="NS205",
         site=name,
-        severity="info" if dependent else "warning",
-        message=f"called {site.calls} times in a forward on different distributions: in call {site.call} means are "
+        severity="info" if dependent or separate else "warning",
+        message=f"called {site.calls} times {where} on different distributions: in call {site.call} means are "
         f"{number(between.shift)} standard deviations, variances a factor of {number(math.exp(between.log_var))} from "
         f"the average over the calls, which is what eval uses (beyond sampling error in "
         f"{percent(between.share_mean)} and {percent(between.share_var)} of the channels).{chance}",

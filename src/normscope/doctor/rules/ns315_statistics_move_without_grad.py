@@ -7,6 +7,8 @@ Watches the running statistics (their values, not version counters, which PyTorc
   every batch: a frozen network (distillation teacher, feature extractor, critic) left in train mode. A warning.
 - **between steps**: a norm that is trained, and whose statistics also move in forward passes without gradients: a
   validation or generation loop without `model.eval()`. A warning, with how far the statistics went.
+- **every step**: the same, about once a step, as where a generator makes samples for its discriminator without
+  gradients. That is many a recipe's way, and each such pass updates the statistics: for information.
 - **eval**: statistics that move in eval mode. A warning.
 
 Silent: a recalibration (momentum None set for the pass, as `torch.optim.swa_utils.update_bn` does, or statistics
@@ -68,6 +70,8 @@ if TYPE_CHECKING:
 
 FEWEST = 2
 """passes: one is a dry run"""
+MANY = 6
+"""steps that tell a habit from a loop that came by"""
 
 
 @rule("NS315", "statistics-move-without-grad", kinds="T", stateful=True)
@@ -82,20 +86,22 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
     diagnoses: dict[str, list[Finding]] = {}
     for site in subject.sites:
         seen = record.sites.get(site.name)
-        diagnosis = "" if seen is None else _diagnosis(seen)
+        diagnosis = "" if seen is None else _diagnosis(seen, record.steps)
         if seen is not None and diagnosis:
             diagnoses.setdefault(diagnosis, []).append(_finding(site, seen, diagnosis))
     for findings in diagnoses.values():
         yield from fold(findings)
 
 
-def _diagnosis(seen: SiteTraining) -> str:
+def _diagnosis(seen: SiteTraining, steps: int) -> str:
     if seen.in_eval >= FEWEST:
         return "eval"
     if seen.without_grad < FEWEST:
         return ""
     if seen.with_grad:
-        return "between steps"
+        # of three optimizers taking turns, one has such a pass in each third stretch
+        each = 3 * seen.stretches >= steps and seen.without_grad <= 2 * seen.stretches
+        return "between steps" if not each else "every step" if steps >= MANY else ""
     # a moving average shows as one only after its first step
     return "" if seen.follows or seen.stretches < 2 else "teacher"
 
@@ -121,11 +127,16 @@ def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
             f"beside {plural(seen.with_grad, 'update')} in training; {effect}.",
             "call model.eval() before validating or generating, and model.train() after it",
         ),
+        "every step": (
+            f"the running statistics are also moved about once a step without gradients, in {passes} beside "
+            f"{plural(seen.with_grad, 'update')} in training; {effect}.",
+            "none where these samples should count too; else put this part into eval mode for such a pass",
+        ),
     }[diagnosis]
     return Finding(
         code="NS315",
         site=site.name,
-        severity="warning",
+        severity="info" if diagnosis == "every step" else "warning",
         message=said,
         evidence={
             "diagnosis": diagnosis,
