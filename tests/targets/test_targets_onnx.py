@@ -268,3 +268,23 @@ def test_neighbours_through_views_and_activations():
     assert (after.kind, after.site) == ("norm", "second")
     assert [(n.kind, n.site) for n in second.fed_by] == [("norm", "first")]
     assert [(n.kind, n.path) for n in second.feeds] == [("add", "sum")]
+
+
+def test_what_stands_in_a_body_is_read_and_not_looked_at():
+    value = lambda name, shape, kind=TensorProto.FLOAT: make_tensor_value_info(name, kind, shape)  # noqa: E731
+
+    def branch(name):
+        node = make_node("LayerNormalization", ["h", "w"], [f"{name}_y"], name=name)
+        return make_graph([node], name, [], [value(f"{name}_y", ["n", 6])])
+
+    nodes = [
+        make_node("LayerNormalization", ["x", "w"], ["h"], name="first"),
+        make_node("If", ["c"], ["y"], then_branch=branch("a"), else_branch=branch("b")),
+    ]
+    inputs = [value("x", ["n", 6]), value("c", [], TensorProto.BOOL)]
+    stored = [numpy_helper.from_array(np.ones(6, np.float32), "w")]
+    graph = make_graph(nodes, "g", inputs, [value("y", ["n", 6])], stored)
+    model = OnnxModel(make_model(graph, opset_imports=[make_opsetid("", 17)], ir_version=9))
+    report = ns.check(model, {"x": torch.randn(16, 6), "c": torch.tensor(True)})
+    assert {row.name: row.calls for row in report.sites} == {"first": 1, "a": 0, "b": 0}
+    assert {row.spec.weight for row in report.sites} == {"d"}

@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+import torch
 from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import set_external_data
 from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_tensor_value_info
@@ -50,6 +51,17 @@ def test_weights_in_a_file_beside(tmp_path):
     path = saved(tmp_path, model_with(outside("w.bin", offset=4)))
     (path.parent / "w.bin").write_bytes(b"skip" + GAIN.tobytes())
     assert (OnnxModel(path).norm.weight.numpy() == GAIN).all()
+
+
+def test_a_run_finds_weights_in_a_file_beside(tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)  # which is not the folder of the graph
+    path = saved(tmp_path, model_with(outside("w.bin", offset=4)))
+    (path.parent / "w.bin").write_bytes(b"skip" + GAIN.tobytes())
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    wanted = torch.nn.functional.layer_norm(x, (8,), torch.from_numpy(GAIN))
+    # float32, outputs below 32, sums of 8: a few ulp
+    torch.testing.assert_close(OnnxModel("models/net.onnx")(x), wanted, rtol=0, atol=32 * 2.0**-23 * 4)
 
 
 def test_weights_of_no_norm_are_not_read(tmp_path):
