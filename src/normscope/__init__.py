@@ -37,6 +37,7 @@ _HOME = {
     "compare": "normscope.identify.compare",
     "Comparison": "normscope.identify.compare_result",
     "transforms": "",
+    "state_sensitivity": "normscope.transforms.sensitivity",
     "tune_allocator": "normscope.allocator",
 }
 
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from normscope.spec import RunningState as RunningState
     from normscope.spec import families as families
     from normscope.targets.onnx_model import OnnxModel as OnnxModel
+    from normscope.transforms.sensitivity import state_sensitivity as state_sensitivity
 
 __all__ = ["__version__", *_HOME]
 
