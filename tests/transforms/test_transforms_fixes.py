@@ -47,6 +47,29 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
 
 
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma, self.beta = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        out: torch.Tensor = self.gamma * centered / (centered.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        return out + self.beta
+
+
+class Stacked(nn.Module):
+    """A norm written by hand, and a call of the function with parameters of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.between = Written(), nn.Linear(6, 6)
+        self.scale, self.shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(self.between(self.one(x)), (6,), self.scale, self.shift)
+
+
 class TestRedundantBias:
     def test_outputs_stay_in_eval_and_in_train(self) -> None:
         model, x = trained(), images()
@@ -156,6 +179,27 @@ class TestDecay:
             (8, 0.0),
         ]
 
+    def test_parameters_with_names_of_their_own(self) -> None:
+        """Found by what they are: gamma and beta, a_2 and b_2, or held by the block around an inlined norm."""
+        model, x = Stacked(), torch.randn(4, 6)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+        found = report(model, "NS502", x, optimizer=optimizer)
+        _, done = found.apply("NS502", model, optimizer=optimizer)
+        assert (len(done.done), done.left) == (2, ()), str(done)
+        norm = {id(p) for p in (model.one.gamma, model.one.beta, model.scale, model.shift)}
+        assert {id(p) for p in optimizer.param_groups[1]["params"]} == norm
+        assert not normscope.check(model, x, select=["NS502"], optimizer=optimizer).findings
+
+    def test_a_model_without_the_parameters_is_told(self) -> None:
+        model, x = Stacked(), torch.randn(4, 6)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+        found = report(model, "NS502", x, optimizer=optimizer)
+        _, done = found.apply("NS502", trained(), optimizer=optimizer)
+        assert {site.reason for site in done.left} == {
+            f"this model has no parameter {names}: check the model that is to be fixed"
+            for names in ("one.gamma, one.beta", "scale, shift")
+        }
+
     def test_needs_the_optimizer(self) -> None:
         model, x = trained(), images()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -175,6 +219,10 @@ class TestNumbers:
         assert (fixed[1].momentum, model[1].momentum) == (0.01, 0.99)
         assert torch.equal(fixed(x), model(x))
         assert "momentum 0.99 -> momentum 0.01" in str(done)
+        assert done.notes[-1] == (
+            "the statistics stored in 1 still come from momentum 0.99: recompute them on training data, "
+            "normscope.transforms.recalibrate(model, batches)"
+        )
 
     def test_momentum_that_says_nothing_is_left(self) -> None:
         model, x = trained(momentum=0.0), images()
@@ -214,6 +262,19 @@ def test_several_at_once() -> None:
     assert done.transform == "fix NS501 NS308"
     left = {f.code for f in normscope.check(fixed, inputs, targets).findings}
     assert not left & {"NS501", "NS308"}
+
+
+def test_a_report_without_such_a_finding_says_so() -> None:
+    model, x = trained(), images()
+    _, done = normscope.check(model, x, select=["NS308", "NS502"]).apply(["NS308"], model, x)
+    assert str(done).splitlines()[0] == "fix NS308: the report has no finding of NS308"
+    _, done = normscope.check(model, x, select=["NS502"]).apply(["NS502", "NS104"], model, x)
+    assert str(done).splitlines()[0] == (
+        "fix NS502 NS104: the report has no finding of NS502 (no optimizer was given: pass optimizer=); the report has "
+        "no finding of NS104 (it was not among the rules of this check)"
+    )
+    _, done = report(model, "NS501", x).apply(["NS501", "NS104"], model, x)
+    assert done.notes[-1] == "the report has no finding of NS104 (it was not among the rules of this check)"
 
 
 def test_what_cannot_be_fixed_is_said() -> None:

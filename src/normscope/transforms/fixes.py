@@ -64,6 +64,8 @@ class Change:
     stored: bool = False
     """it is in the state dict"""
     in_model: bool = True
+    remark: str = ""
+    """what is left to do"""
 
 
 Plan = Callable[["_Case", Finding], "Change | Left"]
@@ -143,7 +145,17 @@ def apply(
             sites.append(SiteChange(plan.path, plan.before, plan.after))
             todo.append(plan)
     agreements, notes = _done(model, fixed, todo, sample)
-    return fixed, TransformReport(f"fix {' '.join(wanted)}", tuple(sites), agreements, notes)
+    absent = [_absent(report, code) for code in wanted if code not in {finding.code for finding in found}]
+    notes += tuple(absent) if sites else ()
+    done = TransformReport(f"fix {' '.join(wanted)}", tuple(sites), agreements, notes)
+    return fixed, done if sites else replace(done, nothing="; ".join(absent))
+
+
+def _absent(report: Report, code: str) -> str:
+    """That there is nothing of a code to fix, and why where the check did not look."""
+    why = next((entry.reason for entry in report.not_run if entry.code == code), "")
+    looked = why or ("" if code in report.passed else "it was not among the rules of this check")
+    return f"the report has no finding of {code}" + (f" ({looked})" if looked else "")
 
 
 def _refused(plan: Change | Left, unsafe: bool, stored_only: bool) -> str:
@@ -173,6 +185,7 @@ def _done(
     for one in todo:
         if not one.keeps:
             one.do()
+    notes += [one.remark for one in todo if one.remark]
     if args is not None and len(kept) < len(todo):
         notes.append(f"outputs changed, as asked: {_moved(unwrap(model), unwrap(fixed), args, kwargs)}")
     if args is None and any(one.in_model for one in todo):
@@ -236,12 +249,15 @@ def _without_bias(case: _Case, finding: Finding) -> Change | Left:
 def _undecayed(case: _Case, finding: Finding) -> Change | Left:
     if case.optimizer is None:
         return Left("weight decay is the optimizer's: pass optimizer=")
-    module = _module(case, finding.site.partition(":")[0], finding)
-    names = [str(name) for name in finding.evidence["parameters"]]
-    spared = [p for name in names if isinstance(p := getattr(module, name, None), nn.Parameter)]
+    named = {clean_path(path): p for path, p in case.model.named_parameters(remove_duplicate=False)}
+    paths = [str(path) for path in finding.evidence["paths"]]
+    spared = [named[path] for path in paths if path in named]
+    if not paths or len(spared) < len(paths):
+        lacking = ", ".join(path for path in paths if path not in named) or "what is decayed"
+        return Left(f"this model has no parameter {lacking}: check the model that is to be fixed")
     groups = case.optimizer.param_groups
     held = {id(p) for group in groups for p in group["params"]}
-    if not spared or not {id(p) for p in spared} <= held:
+    if not {id(p) for p in spared} <= held:
         return Left(
             "the optimizer does not hold these parameters; a copy of the model has others: fix NS502 alone, or inplace"
         )
@@ -303,7 +319,12 @@ def _momentum(case: _Case, finding: Finding) -> Change | Left:
     if ":" in finding.site or momentum is None or not 0.5 < momentum < 1:
         return Left("which number is meant cannot be told; 0.1 is usual")
     module = _module(case, finding.site, finding)
-    return _set(module, finding.site, "momentum", round(1 - momentum, 12), keeps=True)
+    plan = _set(module, finding.site, "momentum", round(1 - momentum, 12), keeps=True)
+    stale = (
+        f"the statistics stored in {finding.site or 'the model'} still come from momentum {momentum:g}: recompute them "
+        "on training data, normscope.transforms.recalibrate(model, batches)"
+    )
+    return replace(plan, remark=stale)
 
 
 FIXES: dict[str, Plan] = {

@@ -77,6 +77,8 @@ class TransformReport:
     agreements: tuple[Agreement, ...] = ()
     notes: tuple[str, ...] = UNSAMPLED
     dry_run: bool = False
+    nothing: str = "no normalization was found"
+    """what is said where there are no sites"""
 
     @property
     def done(self) -> tuple[SiteChange, ...]:
@@ -124,7 +126,7 @@ class TransformReport:
         ours = sum(site.already for site in self.sites)
         others = len(self.sites) - ours
         if not self.sites:
-            return "no normalization was found"
+            return self.nothing
         if not others:
             listed = "the one normalization is" if ours == 1 else f"all {ours} normalizations are"
             return f"nothing to do, {listed} normscope's already"

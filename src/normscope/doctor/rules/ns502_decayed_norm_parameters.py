@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from normscope.doctor.refusals import clean_path
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, number
@@ -57,6 +58,7 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         for parameter in group["params"]
         if (group.get("weight_decay") or 0) > 0 and parameter.requires_grad
     }
+    paths = {id(p): clean_path(name) for name, p in subject.model.named_parameters()}
     found = []
     for site in subject.sites:
         decayed: dict[str, Any] = {
@@ -65,11 +67,12 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
             if name in site.tensors and id(site.tensors[name]) in groups
         }
         if decayed:
-            found.append(_finding(site, decayed))
+            held = [paths[id(site.tensors[name])] for name in decayed if id(site.tensors[name]) in paths]
+            found.append(_finding(site, decayed, held))
     yield from fold(found)
 
 
-def _finding(site: Site, decayed: dict[str, Any]) -> Finding:
+def _finding(site: Site, decayed: dict[str, Any], paths: list[str]) -> Finding:
     words = {"weight": "gain", "bias": "bias"}
     names = " and ".join(words[name] for name in decayed)
     group = next(iter(decayed.values()))
@@ -85,6 +88,7 @@ def _finding(site: Site, decayed: dict[str, Any]) -> Finding:
             "weight_decay": decay,
             "learning_rate": rate,
             "parameters": list(decayed),
+            "paths": paths,
             "numbers": sum(site.tensors[name].numel() for name in decayed),
         },
         fix="put gains and biases into a parameter group with weight_decay=0: "
