@@ -292,6 +292,16 @@ def test_training_mode_is_refused() -> None:
     )
 
 
+def test_what_cannot_be_checked_is_refused() -> None:
+    model = Net(lambda m, x: m.bn(m.a(x)).argmax(1), a=conv(), bn=norm()).eval()
+    with pytest.raises(Refused) as caught:
+        fold(model, X)
+    assert str(caught.value) == (
+        "the model returns no floating point tensor, so a fold cannot be checked: fold the part of it that "
+        "returns scores"
+    )
+
+
 def test_wrong_arguments() -> None:
     model = nn.Sequential(conv(), norm()).eval()
     with pytest.raises(BadInput) as caught:

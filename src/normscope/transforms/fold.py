@@ -75,7 +75,7 @@ def fold(
 
     Raises:
         Refused: the model is in training mode, where batch norms do not have the function that is folded; or lazy, on
-            the meta device, or sharded.
+            the meta device, or sharded; or it returns no floating point tensor that could be compared.
         BadInput: ``model`` is no module or cannot be copied, the sample is no input, or an optimizer is given without
             ``inplace``.
         ModelError: the model fails on the sample.
@@ -114,10 +114,10 @@ def fold(
         tuple(map(_change, result.planned)),
         result.agreements,
         (*result.notes, *_notes(steps, copies, optimizer)),
-        dry_run,
-        tuple(map(folded, steps)),
-        tuple(key for key in before if key not in after),
-        tuple(key for key in after if key not in before),
+        dry_run=dry_run,
+        folds=tuple(map(folded, steps)),
+        removed_keys=tuple(key for key in before if key not in after),
+        added_keys=tuple(key for key in after if key not in before),
     )
     if dry_run or not steps:
         return model, report

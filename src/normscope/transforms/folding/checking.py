@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.doctor.nested import mapped
-from normscope.doctor.refusals import clean_path, unwrap
+from normscope.doctor.refusals import Refused, clean_path, unwrap
 from normscope.errors import BadInput, ModelError, shortened, told
 from normscope.identify.float64_copy import Float32AsFloat64
 from normscope.transforms.agreement import ALLOWED, Deviation, compare
@@ -43,7 +43,7 @@ class Checked:
 def check(model: Model, planned: Sequence[Step | Stays], copies: Sequence[str], call: Call) -> Checked:
     """Folds a copy of ``model`` and compares; what does not hold is undone, one step after another.
 
-    Raises Deviation where outputs deviate and no step can be blamed.
+    Raises Deviation where outputs deviate and no step can be blamed, and Refused where there is nothing to compare.
     """
     planned = list(planned)
     while steps := [one for one in planned if isinstance(one, Step)]:
@@ -67,6 +67,11 @@ def _tried(
     after = copied(model)
     fold_into(unwrap(after), steps, copies)
     own, notes = compare(unwrap(model), unwrap(after), witnesses, *call, modes=EVAL, half_units=HALF_UNITS)
+    if not own:
+        raise Refused(
+            "the model returns no floating point tensor, so a fold cannot be checked: fold the part of it that returns "
+            "scores"
+        )
     return after, exact + own, tuple(dict.fromkeys((*doubts, *notes)))
 
 
