@@ -12,7 +12,7 @@ from normscope.identify.affine import Values, place
 from normscope.identify.box import Array
 from normscope.identify.fit import Fit, at_fixed_eps, denominator, lay_out
 from normscope.identify.partition import Partition
-from normscope.identify.probing import Prober
+from normscope.identify.probing import Contradiction, Prober
 from normscope.identify.scan import Observation
 from normscope.identify.second_size import Second
 from normscope.identify.spelling import Spelling
@@ -48,6 +48,8 @@ class Assembly:
         eps = constant(self.fit, units, self.n, self.machine)
         one = self._with_eps(eps, units)
         members = list(self._members(one, units, eps))
+        if not members:
+            raise Contradiction(self._unsaid())
         best = members[0][0]
         found = [spec for spec, _, _ in members[1:] if not best.same_function(spec)]
         found += [*self._as_gain(members[0]), *self._other_floor(best, eps)]
@@ -56,6 +58,15 @@ class Assembly:
                 next(self._members(self.fit, other, constant(self.fit, other, self.n, self.machine)))[0]
             )
         return members[0], list(dict.fromkeys(found))
+
+    def _unsaid(self) -> str:
+        if self.partition.segments:
+            runs = " and ".join(map(str, self.partition.segments))
+            return (
+                f"its sets are runs of {runs} along axis {self.partition.ragged}; a specification has runs of "
+                "different lengths only along the samples, b, and there all but the last of one length, or by one apart"
+            )
+        return "its gain or bias differs along axes that no pattern with its statistic sets has a name for"
 
     def _with_eps(self, eps: Constant, units: Units) -> Fit:
         """The gain that goes with eps as it was recognized."""

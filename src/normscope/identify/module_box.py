@@ -54,6 +54,10 @@ def call_of(example: Any) -> Call:
     if isinstance(example, Mapping):
         kwargs = {str(name): _tensor(value) for name, value in example.items()}
     elif is_shape(example):
+        if min(example, default=1) < 0:
+            raise BadInput(
+                f"a shape has no negative sizes; got {tuple(example)}. Pass the sizes of one input"
+            )
         args = (torch.zeros(tuple(example), dtype=torch.float64),)
     else:
         args = tuple(_tensor(value) for value in (example if isinstance(example, tuple) else (example,)))
@@ -76,7 +80,12 @@ def call_of(example: Any) -> Call:
 
 
 def _tensor(value: Any) -> Any:
-    value = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc":
+            raise BadInput(
+                f"an example is an array of numbers; got one of {value.dtype}. Pass it as float32 or float64"
+            )
+        value = torch.from_numpy(value.copy())
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 

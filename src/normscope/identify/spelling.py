@@ -75,6 +75,10 @@ def names_of(layout: str | None, shape: tuple[int, ...]) -> tuple[str, ...]:
     """One name for each axis, as the layout says or by the rank. Raises BadInput where the layout does not fit."""
     if layout is None:
         return USUAL.get(len(shape)) or ("b", "c", *(f"d{i}" for i in range(1, len(shape) - 1)))
+    if not isinstance(layout, str):
+        raise BadInput(
+            f"a layout names the axes of the input in one string, such as 'b c h w'; got a {type(layout).__name__}."
+        )
     try:
         groups = tokenize(layout)
     except PatternError as error:
@@ -158,7 +162,7 @@ def _sizes(
         yield {}, "error"
         return
     outer, inner = group
-    virtual = outer == "v"
+    virtual = outer in ("v", "b0")
     at = len(partition.shape) - 1 if pattern.left[-1] == group else pattern.left.index(group)
     if partition.segments and not virtual:
         return
@@ -212,16 +216,23 @@ def _bare(partition: Partition, names: tuple[str, ...], wanted: Labels) -> Itera
     groups: list[tuple[str, ...]]
     if partition.ragged is not None:
         at = partition.ragged
-        groups = [("v", "b") if dim == at else (name,) for dim, name in enumerate(names)]
-        kept = ["v", *(n for n, f in zip(names, partition.dims, strict=True) if f[0].kept)]
+        if names[at] != "b":
+            return  # only samples fall into virtual batches of different sizes
+        outer = _part("b", 0, 2, names)
+        groups = [(outer, "b") if dim == at else (name,) for dim, name in enumerate(names)]
+        kept = [outer, *(n for n, f in zip(names, partition.dims, strict=True) if f[0].kept)]
         stats = f"{_left(groups)} -> {' '.join(kept)}"
-        for sizes, remainder in _sizes(Pattern.parse("(v b) ... ->"), partition, {}):
+        for sizes, remainder in _sizes(Pattern.parse(f"({outer} b) ... ->"), partition, {}):
             yield from _fitting("", stats, None, None, sizes, remainder, partition, wanted)
         return
     groups, kept = [], []
     own_sizes: dict[str, int] = {}
     for name, factors in zip(names, partition.dims, strict=True):
-        own = [name] if len(factors) == 1 else [_part(name, i, len(factors)) for i in range(len(factors))]
+        own = (
+            [name]
+            if len(factors) == 1
+            else [_part(name, i, len(factors), names) for i in range(len(factors))]
+        )
         groups.append(tuple(own))
         kept += [part for part, factor in zip(own, factors, strict=True) if factor.kept]
         own_sizes |= {part: f.size for part, f in zip(own[:-1], factors[:-1], strict=True)}
@@ -230,9 +241,11 @@ def _bare(partition: Partition, names: tuple[str, ...], wanted: Labels) -> Itera
     )
 
 
-def _part(name: str, index: int, count: int) -> str:
-    if count == 2 and index == 0:
-        return {"b": "v", "c": "g"}.get(name, f"{name}0")
+def _part(name: str, index: int, count: int, names: tuple[str, ...]) -> str:
+    """A name for one factor of an axis: that of the family, unless an axis of the layout has it."""
+    usual = {"b": "v", "c": "g"}.get(name, f"{name}0")
+    if count == 2 and index == 0 and usual not in names:
+        return usual
     return name if index == count - 1 else f"{name}{index}"
 
 
