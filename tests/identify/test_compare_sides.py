@@ -277,3 +277,26 @@ def test_the_largest_difference_is_none_below_that_of_the_counterexample(correct
     assert lines[lines.index(head) + 1].startswith("  - ")
     (said,) = [line for line in lines if line.startswith("  counterexample")]
     assert said.endswith(f"off by {shown.difference:.3g} at [{', '.join(map(str, shown.place or ()))}])")
+
+
+def test_a_function_called_with_tensors_is_said_to_be() -> None:
+    """``.var`` of a tensor is unbiased, that of an array is not: one text, two functions."""
+
+    def standard(x: Any) -> Any:
+        return (x - x.mean(-1)[..., None]) / (x.var(-1)[..., None] + 1e-5) ** 0.5
+
+    plain = families.layer_norm(weight=False, bias=False)
+    tensor = torch.zeros(4, 8, dtype=torch.float64)
+    said = (
+        "it was called with tensors, as the example is one: a function written for NumPy may do otherwise with them "
+        "(Tensor.var and Tensor.std are unbiased, those of NumPy are not). An array as the example calls it with arrays"
+    )
+    with_tensors, with_arrays = (
+        ns.compare(standard, plain, tensor),
+        ns.compare(standard, plain, tensor.numpy()),
+    )
+    assert (with_tensors.same, with_arrays.same) == (False, True)
+    assert f"function standard, on torch float64: {said}" in with_tensors.notes
+    assert ns.identify(standard, tensor).notes[-1] == said
+    for other in (ns.identify(standard, (4, 8)), with_arrays, ns.identify(nn.LayerNorm(8), tensor)):
+        assert not [note for note in other.notes if "tensors" in note]

@@ -50,6 +50,8 @@ class Boxed:
     name: str
     roundoff: float
     function: Callable[[Array], Any]
+    note: str = ""
+    """what to know about how it is called"""
 
     def __call__(self, x: Array) -> Array:
         y = self.function(x)

@@ -45,8 +45,9 @@ def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -
     Arguments:
         a, b: a `NormSpec`, a torch module, or any callable that `identify` takes (a function of one array or tensor, a
             Keras or Flax layer, an ONNX Runtime session); the two may be of different kinds.
-        example: an input of both: array, tensor or sizes. Without one a shape is chosen that fits both, which takes
-            specifications or modules that can be read.
+        example: an input of both: array, tensor or sizes. Its kind decides what a callable receives: a function called
+            with a tensor gets tensors, whose ``.var`` and ``.std`` are unbiased, unlike NumPy's. Without one a shape is
+            chosen that fits both, which takes specifications or modules that can be read.
         layout: names of the input's axes, ``"b c h w"``; ``"b c h w -> b h w c"`` where the second takes the same data
             in another order. The example, and a counterexample, are in the first's order.
 
@@ -89,7 +90,7 @@ class _Comparing:
         self.spec_a = a.spec
         self.spec_b = None if b.spec is None else as_first_reads(b.spec, order, len(shape))
         """both as the first reads its input"""
-        self.notes: list[str] = []
+        self.notes: list[str] = [f"{side.name}: {side.note}" for side in (a, b) if side.note]
         self.tried: dict[str, int] = {}
         """evaluations that both sides made, by mode"""
 

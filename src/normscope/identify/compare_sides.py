@@ -49,6 +49,8 @@ class Side:
     fixed: bool = False
     """it is a fixed map, as a norm in evaluation is, and takes no part in training"""
     roundoff: float = 2.0**-53
+    note: str = ""
+    """what to know about how it is called"""
 
     def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
         raise NotImplementedError
@@ -181,6 +183,7 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
         held if found.spec is not None else None,
         fixed=found.fixed is not None,
         roundoff=max(box.roundoff, found.roundoff or 0.0),
+        note=getattr(box, "note", ""),
         box=box,
     )
 

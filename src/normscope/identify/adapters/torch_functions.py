@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 import numpy as np
 
 from normscope.identify.box import Array, Box, Boxed, is_shape, name_of, roundoff_of
+
+TENSORS = (
+    "it was called with tensors, as the example is one: a function written for NumPy may do otherwise with them "
+    "(Tensor.var and Tensor.std are unbiased, those of NumPy are not). An array as the example calls it with arrays"
+)
 
 
 def adapt(fn: Any, example: Any) -> Box | None:
@@ -22,6 +28,7 @@ def adapt(fn: Any, example: Any) -> Box | None:
     if torch is None or not callable(fn):
         return None
     module = isinstance(fn, torch.nn.Module)
+    note = TENSORS if isinstance(example, torch.Tensor) and inspect.isfunction(fn) else ""
     if is_shape(example):
         shape = tuple(int(n) for n in example)
         if not module and _takes_arrays(fn, shape):
@@ -45,7 +52,7 @@ def adapt(fn: Any, example: Any) -> Box | None:
         return (y if y.is_complex() else y.double()).numpy()
 
     name = f"{name_of(fn)}, on torch {str(dtype).removeprefix('torch.')}"
-    return Boxed(name, roundoff, call)
+    return Boxed(name, roundoff, call, note)
 
 
 def _takes_arrays(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
