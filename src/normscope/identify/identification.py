@@ -14,7 +14,7 @@ from normscope.errors import BadInput
 from normscope.identify import diagnose, fresh, remarks
 from normscope.identify.affine import Values
 from normscope.identify.assembly import Assembly, better_bias
-from normscope.identify.box import ROUNDOFF, Array, Box, box_of, shape_of
+from normscope.identify.box import ROUNDOFF, Array, Box, box_of, is_shape, shape_of
 from normscope.identify.fit import Fit, fit
 from normscope.identify.fixed import LINEAR, fixed_affine
 from normscope.identify.partition import Partition, find_partition
@@ -45,6 +45,8 @@ ROOM = 2**12
 """elements that the probes work on where the callable takes fewer than the example has"""
 FLOAT32 = 1e-5
 """of the output: what float32 arithmetic may be off by"""
+FARTHEST = 2.0**200
+"""the size of outputs whose squares, over those of their roundings, float64 still holds; and one over it"""
 FITS = 200
 """roundings that the best form may leave on average; the wrong form leaves a large part of the output"""
 
@@ -91,8 +93,10 @@ def identify(
             "Identify the function of each mode."
         )
     with global_generators_kept():
+        if is_shape(example):
+            _require_usable(shape_of(example), layout)
         box = box_of(fn, example)
-    found = identify_box(box, shape_of(example), layout=layout)
+        found = identify_box(box, shape_of(example), layout=layout)
     note = getattr(box, "note", "")
     return replace(found, notes=(*found.notes, note)) if note else found
 
@@ -135,7 +139,7 @@ def _at_some_shape(f: Prober, shape: tuple[int, ...], layout: str | None) -> Ide
 
 
 def _require_usable(shape: tuple[int, ...], layout: str | None) -> None:
-    if not shape or 0 in shape:
+    if not shape or min(shape) < 1:
         raise BadInput(
             f"an example has at least one axis and no axis of size 0; got shape {shape}. Pass one ordinary input."
         )
@@ -200,6 +204,12 @@ def _sets(f: Prober, pairs: list[Pair]) -> Partition:
     if bad:
         raise Contradiction(
             f"ordinary inputs give {bad} outputs of {sum(y.size for y in outputs)} that are NaN or infinite"
+        )
+    largest = float(np.abs(outputs).max())
+    if largest and not 1 / FARTHEST < largest < FARTHEST:
+        raise Contradiction(
+            f"its outputs reach {largest:.2g}: squares of such numbers leave the range of float64, so that no fit "
+            "tells what they are. Scale the output in a function around it"
         )
     live = np.ptp(outputs, axis=0) > 16 * f.roundoff * np.abs(outputs).max(axis=0)
     if not live.any():
