@@ -106,7 +106,13 @@ def convert(
             made[modules[site.path]] = new
             rows += _differences(site.reading, read(new))
     notes = _notes(to, sites, made, modules)
-    report = ConvertReport("convert", tuple(changes), (), notes, dry_run, tuple(dict.fromkeys(rows)))
+    report = ConvertReport(
+        "convert",
+        tuple(changes),
+        notes=notes,
+        dry_run=dry_run,
+        properties=tuple(dict.fromkeys(rows)),
+    )
     return (model, report) if dry_run else (_replaced(subject, made), report)
 
 

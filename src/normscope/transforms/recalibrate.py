@@ -169,12 +169,11 @@ def recalibrate(
     report = RecalibrationReport(
         "recalibrate",
         tuple(_change(site, faults[site.path], estimates, provenance) for site in sites),
-        (),
-        tuple(loader.notes),
-        dry_run,
-        provenance,
-        tuple(_shift(site, estimates[site.path]) for site in called),
-        seen,
+        notes=tuple(loader.notes),
+        dry_run=dry_run,
+        provenance=provenance,
+        shifts=tuple(_shift(site, estimates[site.path]) for site in called),
+        held_out=seen,
     )
     if dry_run:
         return model, report
