@@ -413,3 +413,13 @@ def test_wrong_fixes_are_refused(args: list[str], words: str, folder: Path) -> N
     assert done.exit_code == 2
     assert words in done.stderr
     assert not list(folder.glob("x.*"))
+
+
+def test_what_is_ignored_too_leaves_its_entry_of_the_baseline_in_peace() -> None:
+    """It was found, no graver than accepted: nothing is told of the entry."""
+    known = Baseline.of(report(finding("NS501", "a", "info"), finding("NS501", "b", "info")))
+    ignore = Ignore("a", ("NS501",), "exported with its bias")
+    both = replace(report(finding("NS501", "a", "info"), finding("NS501", "b", "info")), passed=("NS403",))
+    left = suppress(both, [ignore], known)
+    assert [(s.by, s.finding.site) for s in left.suppressed] == [("settings", "a"), ("baseline", "b")]
+    assert (left.findings, left.notes) == ((), report().notes)

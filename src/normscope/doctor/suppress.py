@@ -71,6 +71,8 @@ def suppress(report: Report, ignores: Iterable[Ignore] = (), baseline: Baseline 
             ignore = next((ignore for ignore in ignores if ignore.covers(one)), None)
             if ignore is not None:
                 used.add(ignore)
+                if baseline is not None:
+                    baseline.accepts(one, budget)  # found, as the entry says: not told as stale
                 gone.append(Suppressed(one, "settings", ignore.reason))
             elif baseline is not None and baseline.accepts(one, budget):
                 gone.append(Suppressed(one, "baseline", baseline.reason(one)))
