@@ -330,6 +330,115 @@ def test_ns106_another_norm_than_the_name_says(norm: nn.Module, said: str) -> No
     assert found.evidence["difference"] > 0.1
 
 
+class LayerNorm(nn.Module):
+    """Over any axes, with a weight of any shape."""
+
+    def __init__(self, axes: tuple[int, ...], *sizes: int) -> None:
+        super().__init__()
+        self.axes = axes
+        self.weight, self.bias = nn.Parameter(torch.ones(sizes)), nn.Parameter(torch.zeros(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, self.axes, keepdim=True, unbiased=False)
+        return (x - mean) / torch.sqrt(variance + 1e-5) * self.weight + self.bias
+
+
+class GlobalLayerNorm(LayerNorm):
+    """Its name says that positions are in it."""
+
+
+class BareLayerNorm(LayerNorm):
+    """Without weight and bias."""
+
+    def __init__(self, axes: tuple[int, ...]) -> None:
+        nn.Module.__init__(self)
+        self.axes, self.weight, self.bias = axes, 1.0, 0.0
+
+
+LINEAR, CONV1, CONV2 = (lambda: nn.Linear(7, 8)), (lambda: nn.Conv1d(5, 6, 1)), (lambda: nn.Conv2d(3, 6, 1))
+APART = "its statistics run over the positions, for each feature apart"
+TOO = "its statistics run over the positions too"
+
+
+@pytest.mark.parametrize(
+    ("before", "norm", "shape", "said"),
+    [
+        (LINEAR, LayerNorm((1,), 8), (4, 5, 7), f"{APART} (b ... c -> b c)"),
+        (LINEAR, BareLayerNorm((1,)), (4, 5, 7), f"{APART} (b ... c -> b c)"),
+        (LINEAR, LayerNorm((1, 2), 8), (4, 5, 7), f"{TOO} (... l d -> ...)"),
+        (LINEAR, BareLayerNorm((1, 2)), (4, 5, 7), f"{TOO} (... l d -> ...)"),
+        (LINEAR, LayerNorm((1, 2), 8), (4, 3, 5, 7), f"{APART} (b ... c -> b c)"),
+        (CONV1, LayerNorm((2,), 6, 1), (4, 5, 7), f"{APART} (b c ... -> b c)"),
+        (CONV2, LayerNorm((2, 3), 6, 1, 1), (4, 3, 5, 7), f"{APART} (b c ... -> b c)"),
+    ],
+)
+def test_ns106_a_layer_norm_over_positions(
+    before: Any, norm: nn.Module, shape: tuple[int, ...], said: str
+) -> None:
+    (found,) = check(nn.Sequential(before(), norm), 2 * torch.randn(shape) + 1, "NS106").findings
+    assert (found.severity, found.evidence["deviations"]) == ("warning", [said])
+    assert found.evidence["difference"] > 0.1
+    assert found.fix == (
+        "Use the layer of torch.nn or normscope.nn, with weights converted as normscope.compare(old, new) says; or "
+        "name the class after what it computes."
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "norm", "shape"),
+    [
+        (LINEAR, LayerNorm((-1,), 8), (4, 5, 7)),
+        (LINEAR, BareLayerNorm((-1,)), (4, 5, 7)),
+        (LINEAR, LayerNorm((1, 2), 5, 8), (4, 5, 7)),
+        (LINEAR, GlobalLayerNorm((1, 2), 8), (4, 5, 7)),
+        (CONV1, LayerNorm((1,), 6, 1), (4, 5, 7)),
+        (CONV1, LayerNorm((2,), 7), (4, 5, 7)),
+        (CONV1, LayerNorm((1, 2), 6, 1), (4, 5, 7)),
+        (CONV1, BareLayerNorm((1, 2)), (4, 5, 7)),
+        (CONV2, LayerNorm((1, 2, 3), 6, 1, 1), (4, 3, 5, 7)),
+        (CONV2, LayerNorm((2, 3), 5, 7), (4, 3, 5, 7)),
+        (CONV2, BareLayerNorm((1, 2, 3)), (4, 3, 5, 7)),
+        (nn.Identity, LayerNorm((3,), 3, 1, 1), (4, 3, 5, 7)),
+    ],
+)
+def test_ns106_silent_on_what_layer_norm_may_mean(
+    before: Any, norm: nn.Module, shape: tuple[int, ...]
+) -> None:
+    report = check(nn.Sequential(before(), norm), 2 * torch.randn(shape) + 1, "NS106")
+    assert (report.findings, report.passed) == ((), ("NS106",))
+
+
+class UnbiasedLayerNorm(Affine):
+    def forward(self, x: Tensor) -> Tensor:
+        v = x.var(-1, keepdim=True)
+        return self.weight * (x - x.mean(-1, keepdim=True)) / torch.sqrt(v + self.eps) + self.bias
+
+
+class UnbiasedInstanceNorm(nn.Module):
+    """The size of its sets is that of the image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, m = torch.var_mean(x, (2, 3), keepdim=True)
+        return (x - m) / torch.sqrt(v + 1e-5)
+
+
+def test_ns106_a_merely_unbiased_variance_of_a_fixed_size_is_for_information() -> None:
+    found = deviation(UnbiasedLayerNorm(8), torch.randn(6, 8))
+    assert (found.severity, found.evidence["deviations"]) == (
+        "info",
+        ["its variance is unbiased, over n - 1"],
+    )
+    assert found.evidence["difference"] > 0.05
+    assert found.message.endswith("That is one factor for all, which a weight trained with it has absorbed.")
+    assert found.fix == (
+        "Nothing where the weights stay here. Before they move to or from the layer of that name, convert them as "
+        "normscope.compare(old, new) says; in a new model take the biased variance (correction=0)."
+    )
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), UnbiasedInstanceNorm())
+    (varying,) = check(model, torch.randn(4, 3, 4, 4), "NS106").findings
+    assert varying.severity == "warning"
+
+
 def test_ns106_an_eps_that_is_lost() -> None:
     found = deviation(ForgetfulLayerNorm(8), torch.randn(6, 8))
     assert "its eps is lost: it holds 1e-06 and computes as with 0" in found.evidence["deviations"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from normscope import reference
-from normscope.doctor.named import promised
+from normscope.doctor.named import features_of, promised
 from normscope.doctor.probes import Probe
 from normscope.doctor.probes.precision import _running, rows_spec
 from normscope.doctor.sets import Sets, sets_of
@@ -69,7 +69,8 @@ class BesideTheNamedNorm(Probe):
             return
         if event.run == "batch" and event.mode != "batch":
             return  # as in the eval run
-        _, named = promised(event.site.type_name, event.spec) or ("", event.spec)
+        features = features_of(event.site, event.spec)
+        _, named = promised(event.site.type_name, event.spec, features) or ("", event.spec)
         seen = _beside(event, named, self.random)
         before = self.found.get(event.site.name)
         if seen is not None and (before is None or seen.difference > before.difference):

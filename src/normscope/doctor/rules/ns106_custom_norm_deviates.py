@@ -3,10 +3,12 @@
 ## What it does
 A norm that is a module of its own is identified by probing a copy of it, and compared with the norm of its name on
 your data. Reported are: an unbiased variance, eps outside the root or as a floor, a layer norm that subtracts no mean
-or an RMS norm that does, statistics that mix samples under the name of a norm that does not, an eps that the module
+or an RMS norm that does, statistics that mix samples under the name of a norm that does not, a layer norm over
+positions (for each feature apart, or together with the features of a sequence), an eps that the module
 holds and the function does not have, statistics computed in half precision, a weight applied after casting back to
 it where the name is no RMS norm, and a gradient that is not a number where a set is constant. Info; warning from an
-output that differs by 0.01 standard deviations on your data; error where it makes numbers into NaN there, or the
+output that differs by 0.01 standard deviations on your data, unless the variance is merely unbiased over a set of
+fixed size; error where it makes numbers into NaN there, or the
 gradient of a constant set that occurs.
 
 ## Why it matters
@@ -16,7 +18,8 @@ differentiated poisons every weight on the first padded sequence.
 
 ## Known problems
 A class whose name says nothing (`Norm`) is only judged for lost eps, half precision and gradients. An unbiased variance
-is a constant factor, which the weight absorbs in training: it matters when weights move between the two.
+is a constant factor, which the weight absorbs in training: it matters when weights move between the two. Over channels
+first and over whole images a layer norm is taken as meant.
 
 ## Example
 ```python
@@ -39,7 +42,8 @@ print(report)
 
 ## Fix
 Where nothing was trained yet, use the layer of torch.nn or normscope.nn. Else say in the class what it computes, or
-convert the weights with it: `normscope.compare(old, new)` tells by which factor. Take the root of variance plus eps.
+convert the weights with it: `normscope.compare(old, new)` tells by which factor. Where eps stands outside the root,
+take the root of variance plus eps.
 
 ## References
 - Ba, Kiros and Hinton 2016, Layer Normalization (the biased variance).
@@ -52,7 +56,7 @@ from collections.abc import Iterator
 from math import isclose, sqrt
 from typing import TYPE_CHECKING
 
-from normscope.doctor.named import promised
+from normscope.doctor.named import features_of, promised
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import eps_text, label, number, plural
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
     from normscope.spec import NormSpec
 
 MATTERS = 0.01
+UNBIASED = "its variance is unbiased"
 HALF = ("float16", "bfloat16")
 PLACES = {
     "std": "eps {eps} stands outside the root, sqrt(v) + eps",
@@ -81,7 +86,7 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         if site.spec is None:
             yield NotRun("NS106", site.reason, site.name)
             continue
-        named = promised(site.type_name, site.spec)
+        named = promised(site.type_name, site.spec, features_of(site, site.spec))
         half = next((call.dtype for call in site.calls if call.dtype in HALF), "")
         deviations = [] if named is None else list(_deviations(site.spec, named[1], half))
         deviations += _always(site, half)
@@ -92,17 +97,33 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
 
 def _deviations(spec: NormSpec, named: NormSpec, half: str) -> Iterator[str]:
     if spec.stats != named.stats:
-        yield f"its statistics run over the samples ({spec.stats})"
+        yield f"its statistics run over {_where(spec, named)} ({spec.stats})"
     if spec.center != named.center:
         yield "it subtracts the mean" if spec.center else "it does not subtract the mean"
     elif not spec.center and spec.scale == "std":
         yield "it divides by the standard deviation, about a mean that it does not subtract"
     if spec.scale == "std" and spec.correction:
-        yield f"its variance is unbiased, over n - {spec.correction:g}"
+        yield f"{UNBIASED}, over n - {spec.correction:g}"
     if spec.eps_at in PLACES:
         yield PLACES[spec.eps_at].format(eps=eps_text(spec.eps))
     if half and named.center and spec.weight is not None and spec.cast.weight == "after":
         yield f"its weight is applied after casting back to {half}, as in Llama's RMS norm"
+
+
+def _where(spec: NormSpec, named: NormSpec) -> str:
+    if spec.properties().couples_samples:
+        return "the samples"
+    kept = set(spec.stats.partition("->")[2].split()) - set(named.stats.partition("->")[2].split())
+    return "the positions, for each feature apart" if kept else "the positions too"
+
+
+def _factor(site: Site, deviations: list[str]) -> bool:
+    """The variance is unbiased and nothing else, over sets whose size the weight fixes: a constant factor."""
+    spec = site.spec
+    assert spec is not None
+    left, _, right = spec.stats.partition("->")
+    fixed = set((spec.weight or "").split()) | set(right.split())
+    return len(deviations) == 1 and deviations[0].startswith(UNBIASED) and set(left.split()) <= fixed
 
 
 def _always(site: Site, half: str) -> Iterator[str]:
@@ -154,16 +175,24 @@ def _finding(site: Site, deviations: list[str], words: str | None, seen: Beside 
             )
             evidence |= {"difference": seen.difference, "typical": seen.typical, "where": seen.where}
         evidence |= {"sets": seen.sets, "set_size": seen.set_size, "constant_sets": seen.constant}
-        severity = "warning" if seen.difference >= MATTERS else "info"
+        severity = "warning" if seen.difference >= MATTERS and not _factor(site, deviations) else "info"
         if seen.broken or (seen.constant and _bad_gradient(site)):
             severity = "error"
             message += f" It happens here: {plural(seen.constant, 'set')} of one call without spread."
-    return Finding(
-        "NS106",
-        site.name,
-        message,
-        severity,
-        evidence,
-        fix="Use the layer of torch.nn or normscope.nn, with weights converted as normscope.compare(old, new) says; or "
-        "name the class after what it computes. Take the root of variance plus eps.",
+    if _factor(site, deviations):
+        message += " That is one factor for all, which a weight trained with it has absorbed."
+    return Finding("NS106", site.name, message, severity, evidence, fix=_fix(site, deviations))
+
+
+def _fix(site: Site, deviations: list[str]) -> str:
+    if _factor(site, deviations):
+        return (
+            "Nothing where the weights stay here. Before they move to or from the layer of that name, convert them as "
+            "normscope.compare(old, new) says; in a new model take the biased variance (correction=0)."
+        )
+    fix = (
+        "Use the layer of torch.nn or normscope.nn, with weights converted as normscope.compare(old, new) says; or "
+        "name the class after what it computes."
     )
+    outside = getattr(site.spec, "eps_at", "") in PLACES or _bad_gradient(site)
+    return f"{fix} Take the root of variance plus eps." if outside else fix
