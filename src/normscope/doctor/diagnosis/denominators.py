@@ -47,6 +47,11 @@ class Spread:
     stored: bool
 
     @property
+    def varies(self) -> bool:
+        """Some set has spread, so there are denominators to speak of."""
+        return self.stored or self.constant < self.sets
+
+    @property
     def ratio(self) -> float:
         return self.least / self.median if self.median > 0 else 1.0
 
@@ -74,7 +79,7 @@ class _Denominators(Probe):
 
     def observe(self, event: Event) -> None:
         name = event.site.name
-        if name in self.found or event.spec.scale not in ("std", "rms", "l2"):
+        if (name in self.found and self.found[name].varies) or event.spec.scale not in ("std", "rms", "l2"):
             return
         if event.mode in ("running", "frozen"):
             if event.run == "eval" and event.site.mode_train == "batch":
@@ -89,7 +94,9 @@ class _Denominators(Probe):
             return
         sets = sets_of(event)
         if isinstance(sets, Sets):
-            self.found[name] = _spread(name, sets.denominator, sets, event, stored=False)
+            spread = _spread(name, sets.denominator, sets, event, stored=False)
+            if spread.varies or name not in self.found:  # a loop's first call may be on a state of zeros
+                self.found[name] = spread
 
     def finish(self, subject: Subject) -> dict[str, Spread]:
         return self.found

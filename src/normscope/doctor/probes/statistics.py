@@ -6,8 +6,8 @@ the eval run, live batch norms in the batch run. Where stored statistics normali
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +67,32 @@ class SetStatistics:
     """|mean| / standard deviation over live sets: median and largest; 0 where no mean is subtracted"""
     kappa_set: str
     """the set with the largest kappa"""
+    calls: int = 1
+    """calls whose sets are counted"""
+
+    def over_calls(self, calls: Sequence[SetStatistics]) -> SetStatistics:
+        """This call's numbers with the counts and shares of the sets of all calls: one call in a loop is not the loop.
+
+        Stored statistics normalize every call alike: their sets are counted once.
+        """
+        same = [call for call in calls if call.mode == self.mode and call.set_size]
+        if not self.set_size or len(same) < 2:
+            return self
+        sets, live = sum(call.sets for call in same), sum(call.live for call in same)
+
+        def share(name: str) -> float:
+            return float(sum(getattr(call, name) * call.live for call in same) / max(live, 1))
+
+        constant = sum(call.constant * call.sets for call in same) / sets
+        return replace(
+            self,
+            sets=sets,
+            live=live,
+            constant=constant,
+            eps_tenth=share("eps_tenth"),
+            eps_all=share("eps_all"),
+            calls=len(same),
+        )
 
 
 class Statistics(Probe):

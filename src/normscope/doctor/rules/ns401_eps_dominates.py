@@ -6,8 +6,8 @@ the statistics, and the stored variances where those normalize. The shrinkage sq
 deviation that comes out in place of 1. Constant sets are counted apart (NS402, NS314 are about those) and never make
 this rule fire.
 
-It is a warning where eps exceeds the variance in half of the live sets: the layer then scales by a constant and
-hardly normalizes. It is info from a tenth of all sets on.
+It is a warning where eps exceeds the variance in half of the live sets, over the first 16 calls of a site: the layer
+then scales by a constant and hardly normalizes. It is info from a tenth of all sets on.
 
 ## Why it matters
 Where eps rules, the layer is no longer invariant to the scale of its input, small inputs stay small, and the result
@@ -65,6 +65,7 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         stored = subject.measured["stored"].get(site.name)
         seen = [s for s in measured or ([stored] if stored else []) if s.set_size != 1 and s.live]
         worst = max(seen, key=lambda s: s.eps_all * s.live / s.sets, default=None)
+        worst = worst and worst.over_calls(measured)
         if worst is not None and worst.eps_all * worst.live / worst.sets >= SOME:
             yield _finding(site, worst)
     if any("eps" in site.unknown and site.has_running_state for site in subject.known()):
@@ -77,22 +78,25 @@ def _finding(site: Site, seen: SetStatistics) -> Finding:
     low, middle, _ = seen.shrinkage
     many = seen.eps_all >= MANY
     others = seen.sets - seen.live
-    counted = f" ({plural(others, 'constant set')} not counted)" if others else ""
+    counted = f" in {seen.calls} calls" if seen.calls > 1 else ""
+    counted += f" ({plural(others, 'constant set')} not counted)" if others else ""
     what = "stored variance" if stored else "statistic set"
     which, size = ("median", middle) if many else ("lowest 5 %", low)
+    where = f"{which} of the sets" + (" in the worst call" if seen.calls > 1 else "")
     return Finding(
         code="NS401",
         site=site.name,
         severity="warning" if many else "info",
         message=f"eps {eps_text(site.spec.eps)} is larger than the variance in {percent(seen.eps_all)} of "
         f"{plural(seen.live, what)}{counted}: before the gain the output has a standard deviation of {number(size)} "
-        f"instead of 1 ({which} of the sets).",
+        f"instead of 1 ({where}).",
         evidence={
             "eps": site.spec.eps,
             "share_over_variance": seen.eps_all,
             "share_over_tenth_of_variance": seen.eps_tenth,
             "live_sets": seen.live,
             "sets": seen.sets,
+            "calls": seen.calls,
             "median_variance": seen.variance[1],
             "median_shrinkage": middle,
             "low_shrinkage": low,

@@ -6,7 +6,8 @@ and looks at what comes out of them. It should be the bias. The rule tells
 
 - an error where it is not: an eps of 0 gives 0 / 0, and an implementation that rounds the mean or computes
   x * scale - mean * scale lets rounding noise through, multiplied by 1 / sqrt(eps);
-- a warning where at least half of the sets of a site are constant: that much of its input is lost;
+- a warning where at least half of the sets of a site, over its first 16 calls, are constant: that much of its input
+  is lost;
 - info where some are constant and their gain is not 0.
 
 Padded positions, as your mask gives them, are not counted. Sites that normalize by stored statistics have no such sets.
@@ -66,10 +67,10 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         seen = [
             s
             for s in subject.measured["statistics"].get(site.name, ())
-            if s.mode in ("batch", "input") and s.set_size > 1 and s.constant > 0
+            if s.mode in ("batch", "input") and s.set_size > 1
         ]
-        if seen:
-            worst = max(seen, key=lambda s: s.constant)
+        if any(s.constant > 0 for s in seen):
+            worst = max(seen, key=lambda s: s.constant).over_calls(seen)
             finding = _judged(site, worst, subject.measured["precision"].get(site.name))
             if finding is None:
                 continue
@@ -92,7 +93,8 @@ def _comes_out_wrong(finding: Finding) -> bool:
 def _judged(site: Site, seen: SetStatistics, precision: Precision | None) -> Finding | None:
     assert site.spec is not None
     constant = round(seen.constant * seen.sets)
-    what = f"{constant} of {plural(seen.sets, 'statistic set')} ({percent(seen.constant)}) are constant on this batch"
+    sets = plural(seen.sets, "statistic set") + (f" in {seen.calls} calls" if seen.calls > 1 else "")
+    what = f"{constant} of {sets} ({percent(seen.constant)}) are constant on this batch"
     wrong = precision.constant_error if precision is not None else 0.0
     fix = "revive or remove what is constant (dead units, constant input channels), and mask padding"
     if site.spec.eps == 0:
@@ -123,6 +125,7 @@ def _judged(site: Site, seen: SetStatistics, precision: Precision | None) -> Fin
             "constant_share": seen.constant,
             "constant_sets": constant,
             "sets": seen.sets,
+            "calls": seen.calls,
             "example": seen.constant_set,
             "value": seen.constant_value,
             "gain": seen.constant_gain,
