@@ -343,6 +343,23 @@ def test_left(norm: nn.Module, policy: str, reason: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in norm.state_dict().items())
 
 
+def test_lazy_norms_are_left_until_they_have_run() -> None:
+    model = nn.Sequential(nn.LazyBatchNorm1d())
+    for policy in ("statistics", "affine"):
+        _, report = freeze(model, policy, inplace=True)
+        (site,) = report.left
+        assert "has not seen an input yet, so its parameters do not exist" in site.reason
+    model(seeded(4, 3))
+    frozen, _ = freeze(model)
+    assert not copy.deepcopy(frozen).train()[0].training
+
+
+def test_meta_models_can_be_frozen() -> None:
+    frozen, report = freeze(nn.Sequential(nn.BatchNorm1d(3, device="meta")))
+    assert len(report.done) == 1
+    assert not frozen.train()[0].training
+
+
 def test_a_shared_gain_is_left() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4))
     model[1].weight = model[0].weight

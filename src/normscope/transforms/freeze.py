@@ -189,6 +189,8 @@ def _statistics_fault(site: Chosen) -> str:
     module, reading = site.module, site.reading
     if "statistics" in frozen_parts(module):
         return "its statistics are frozen already"
+    if _lazy(module):
+        return site.reason
     if isinstance(module, torch.jit.ScriptModule):
         return "is scripted or traced: freeze the model it was made from"
     if parametrize.is_parametrized(module):
@@ -212,6 +214,8 @@ def _affine_fault(site: Chosen, model: nn.Module) -> str:
     module = site.module
     if "affine" in frozen_parts(module):
         return "its gain and bias are frozen already"
+    if _lazy(module):
+        return site.reason
     mine = {id(parameter) for parameter in module.parameters()}
     if not mine:
         return "has no gain or bias that is a parameter"
@@ -260,6 +264,10 @@ def _sites(sites: list[Chosen]) -> str:
     return f"{names}{more}:"
 
 
+def _lazy(module: nn.Module) -> bool:
+    return any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
 def _at_initialization(module: Any) -> bool:
     mean, var = module.running_mean, module.running_var
-    return bool((mean == 0).all()) and bool((var == 1).all())
+    return not mean.is_meta and bool((mean == 0).all()) and bool((var == 1).all())
