@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from normscope.errors import BadInput, ModelError
+from normscope.identify.compare import compare
 from normscope.identify.identification import identify
 
 X = torch.zeros(4, 6, 10, dtype=torch.float64)
@@ -149,6 +150,9 @@ def test_an_interrupt_leaves_generators_and_grad_mode(kind: str) -> None:
     with torch.enable_grad():
         with pytest.raises(KeyboardInterrupt):
             identify(interrupted if kind == "a function" else Interrupted(), X)
+        assert torch.is_grad_enabled()
+        with pytest.raises(KeyboardInterrupt):
+            compare(nn.LayerNorm(10), interrupted if kind == "a function" else Interrupted(), X)
         assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), chance)
     assert np.array_equal(np.random.get_state()[1], state)  # noqa: NPY002

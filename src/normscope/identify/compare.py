@@ -21,6 +21,7 @@ from normscope.identify.compare_result import WORDS, Comparison, Counterexample,
 from normscope.identify.compare_search import shrunk
 from normscope.identify.compare_sides import Side
 from normscope.identify.compare_values import carried, free_values
+from normscope.identify.repeats import global_generators_kept
 from normscope.spec import NormSpec, Sameness
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -
     (False, [('eps', '1e-05', '0.001')])
     """
     order = read_layout(layout)
-    with warnings.catch_warnings():
+    with global_generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sets of one element and the like are tried on purpose
         found = two_sides(a, b, example, order)
         return found if isinstance(found, Comparison) else _Comparing(*found, order).result()
