@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import jsonschema
@@ -201,6 +202,35 @@ def test_ignores_match_names_with_stars_and_nothing_else() -> None:
     assert Ignore("*", ("NS5",), "all").matches("")
     with pytest.raises(BadInput, match="needs codes and a reason"):
         Ignore("a", ("NS5",), " ")
+
+
+def test_stars_made_matching_exponential() -> None:
+    """Twelve stars before a name that does not end so took longer than anyone waits."""
+    assert not Ignore("*a" * 12 + "b", ("NS5",), "all").matches("a" * 2000)
+    assert Ignore("*a" * 12 + "b", ("NS5",), "all").matches("a" * 2000 + "b")
+
+
+def test_matching_is_that_of_the_pattern() -> None:
+    """Against every text and pattern of up to four and five of a few characters, by what ``*`` means."""
+
+    def matches(pattern: str, text: str) -> bool:
+        if not pattern:
+            return not text
+        if pattern[0] == "*":
+            return matches(pattern[1:], text) or (bool(text) and matches(pattern, text[1:]))
+        return bool(text) and pattern[0] == text[0] and matches(pattern[1:], text[1:])
+
+    texts = ["".join(t) for n in range(6) for t in product("ab", repeat=n)]
+    for pattern in ("".join(p) for n in range(5) for p in product("ab*", repeat=n)):
+        rule = Ignore(pattern, ("NS5",), "all")
+        assert [rule.matches(text) for text in texts] == [matches(pattern, text) for text in texts], pattern
+
+
+def test_a_deeply_nested_baseline_was_called_a_fault_of_normscope(tmp_path: Path) -> None:
+    file = tmp_path / "known.json"
+    file.write_text("[" * 200_000)
+    with pytest.raises(BadInput, match="is no baseline \\(RecursionError: "):
+        Baseline.read(file)
 
 
 def test_unused_ignores_are_told() -> None:

@@ -85,7 +85,7 @@ class Baseline:
                     f"version {document['normscope_baseline']!r}, this Normscope reads {VERSION}"
                 )
             return cls(dict(_entry(item) for item in document["findings"]), str(path))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInput(
                 f"{path} is no baseline ({type(error).__name__}: {error}); write it anew with --write-baseline {path}"
             ) from error

@@ -101,7 +101,7 @@ def _found(site: Site, known: dict[Any, Known]) -> Known | str:
         found = _identified(module, shape)
     except (NormscopeError, ValueError) as error:
         return str(error)
-    except Exception as error:  # the user's code on inputs that it never saw
+    except (Exception, SystemExit) as error:  # the user's code on inputs that it never saw
         return told(error)
     if isinstance(found, Known):
         known[key] = found
@@ -285,5 +285,5 @@ def _fill(site: Site, known: Known, session: Session) -> None:
 def _flag(session: Session, call: str, path: str, usual: bool) -> bool:
     try:
         return session.modes_after(call).get(path, usual)
-    except Exception:  # the model's own train() or eval()
+    except (Exception, SystemExit):  # the model's own train() or eval()
         return usual

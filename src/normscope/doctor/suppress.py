@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -41,7 +40,19 @@ class Ignore:
             )
 
     def matches(self, site: str) -> bool:
-        return re.fullmatch(re.escape(self.site).replace(r"\*", ".*"), site) is not None
+        first, *rest = self.site.split("*")
+        if not rest:
+            return site == first
+        *middle, last = rest
+        if len(site) < len(first) + len(last) or not (site.startswith(first) and site.endswith(last)):
+            return False
+        place, end = len(first), len(site) - len(last)
+        for part in middle:  # the leftmost place is always as good as any, so there is nothing to go back to
+            found = site.find(part, place, end)
+            if found < 0:
+                return False
+            place = found + len(part)
+        return True
 
     def covers(self, finding: Finding) -> bool:
         return finding.code.startswith(self.codes) and self.matches(finding.site)

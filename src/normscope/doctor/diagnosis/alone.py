@@ -65,7 +65,7 @@ def alone(site: Site, spec: NormSpec | None) -> Alone | str:
         return "it was not called"
     try:
         module = copy.deepcopy(site.module).cpu().double()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"its module cannot be copied: {told(error)}"
     for part in module.modules():
         part._forward_hooks.clear()
@@ -87,7 +87,7 @@ def alone(site: Site, spec: NormSpec | None) -> Alone | str:
             if isinstance(out, torch.Tensor) and out.shape == shape:
                 return found
             reason = "its output is not one tensor of its input's shape"
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"it does not run alone: {told(error)}"
     return reason or f"its input of shape {call.shape} is too large"
 

@@ -67,7 +67,7 @@ def step(case: Case) -> Step:
             continue
         try:
             found.append(_constant(alone))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failures.append(f"{label(alone.site)} ({error_told(error)})")
     finding = case.worst(CODES)
     bad = [c for c in found if c.broken] + [c for c in found if c.deviates and not c.broken]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from normscope.doctor.diagnosis.alone import Alone
 from normscope.doctor.diagnosis.step import Case, Step
 from normscope.doctor.diagnosis.stopped import Stopped
 from normscope.doctor.nested import mapped, tensors
+from normscope.doctor.own_functions import own_functions
 from normscope.doctor.session import Session
 from normscope.doctor.wording import label, listed, number, plural
 from normscope.errors import told
@@ -72,7 +72,7 @@ def step(case: Case) -> Step:
     for alone in case.alone:
         try:
             found[label(alone.site)] = list(_site(alone))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failures[label(alone.site)] = told(error)
     wrong = {
         name: max(slopes, key=lambda s: s.error)
@@ -90,7 +90,7 @@ def step(case: Case) -> Step:
     whole: Slope | None = None
     try:
         whole = None if wrong else _model(case)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         seen.append(f"the whole model in float64 was not compared: {told(error)}.")
     if whole is not None:
         seen.append(f"the whole model, {whole.line()}.")
@@ -248,17 +248,5 @@ def _central(
 def _custom(case: Case) -> list[str]:
     """The user's own ``autograd.Function`` classes in the graph of the output."""
     subject = case.subject
-    names: dict[str, None] = {}
     with subject.session.gradient_run(subject.args or (), subject.kwargs, mode="batch") as output:
-        nodes: list[Any] = [t.grad_fn for _, t in tensors(output, "output") if t.grad_fn is not None]
-        known = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            forward = getattr(type(node), "_forward_cls", None)
-            if forward is not None and not forward.__module__.startswith(("torch.", "normscope.")):
-                names[f"{forward.__module__}.{forward.__qualname__}"] = None
-            for following, _ in node.next_functions:
-                if following is not None and following not in known:
-                    known.add(following)
-                    nodes.append(following)
-    return list(names)
+        return own_functions(t for _, t in tensors(output, "output"))
