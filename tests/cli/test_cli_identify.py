@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+from normscope.cli import state_output
 from normscope.cli.app import app
 from normscope.errors import BadTarget
 from normscope.targets import callables
@@ -174,3 +177,61 @@ def test_commands_that_are_wrong(folder: Path, args: tuple[str, ...], said: str)
     done = run(*args)
     assert done.exit_code == 2
     assert said in done.stderr
+
+
+def test_a_layer_is_made_by_check_and_spec_too(folder: Path) -> None:
+    for command in ("check", "spec"):
+        done = run(command, "torch.nn:LayerNorm(8, eps=1e-3)", "--input", "4x8")
+        assert done.exit_code == 0, done.output
+    done = run("spec", "os:system('true')")
+    assert done.exit_code == 2
+    assert "os:system is no layer class of PyTorch or Keras" in done.stderr
+    done = run("check", "normscope:families.rms_norm()")
+    assert "is a NormSpec; expected a torch.nn.Module" in done.stderr
+
+
+def test_a_dot_for_the_colon_is_told(folder: Path) -> None:
+    done = run("identify", "torch.nn.LayerNorm(64)", "--input", "4x64")
+    assert done.exit_code == 2
+    assert "write package.module:attribute, with a colon before the class" in " ".join(done.stderr.split())
+
+
+def test_compare_without_an_input_advises_the_option(folder: Path) -> None:
+    done = run("compare", "layers:written", "torch.nn:LayerNorm(8)")
+    assert done.exit_code == 2
+    assert " ".join(done.stderr.split()).endswith(
+        "the first cannot be read without running it: pass the shape of an input of both, --input 8x16x32"
+    )
+
+
+def test_the_nearest_names_come_first(folder: Path) -> None:
+    with pytest.raises(BadTarget) as caught:
+        callables.load("torch.nn:LayerNrm(8)")
+    assert "'torch.nn' has no attribute 'LayerNrm'; it has: LayerNorm, " in str(caught.value)
+    assert str(caught.value).endswith(", ...")
+
+
+def test_identify_is_short_unless_the_evidence_is_asked_for(folder: Path) -> None:
+    short = run("identify", "layers:textbook", "--input", "4x8")
+    long = run("identify", "layers:textbook", "--input", "4x8", "--evidence")
+    assert "  because: " not in short.stdout
+    assert "largest error on fresh inputs" in short.stdout
+    kept = [line for line in long.stdout.splitlines() if not line.startswith("  because: ")]
+    assert kept == short.stdout.splitlines()
+    assert len(kept) < len(long.stdout.splitlines())
+
+
+def test_explain_refuses_what_it_would_not_heed() -> None:
+    for option in ("--select", "--ignore"):
+        done = run("check", "demo", "--explain", option, "NS3")
+        assert done.exit_code == 2
+        assert "leave --select, --ignore" in " ".join(done.stderr.split())
+
+
+def test_a_file_that_is_written_has_the_mode_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        state_output.write(torch.nn.LayerNorm(4), tmp_path / "fixed.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "fixed.safetensors").stat().st_mode & 0o777 == 0o640

@@ -120,8 +120,11 @@ def command(
         raise BadInput("--fix and -o FILE belong together: --fix NS501 -o fixed.safetensors")
     if output is not None and output.suffix != ".safetensors":
         raise BadInput(f"-o {output}: name a .safetensors file, which is what --fix writes")
-    if explain and (html or baseline or write_baseline or fixes):
-        raise BadInput("--explain stands instead of the report: leave --html, the baseline and --fix out")
+    if explain and (html or baseline or write_baseline or fixes or select or ignore):
+        raise BadInput(
+            "--explain stands instead of the report, with every rule: leave --select, --ignore, --html, the baseline "
+            "and --fix out"
+        )
     for option, file in (("--html", html), ("--write-baseline", write_baseline), ("-o", output)):
         if file is not None:
             _writable(option, file)
@@ -212,8 +215,7 @@ def command(
 
 def _fixed(report: Report, codes: tuple[str, ...], loaded: Loaded, file: Path, *, unsafe: bool) -> None:
     """Write the state dict of the fixed model; nothing where nothing that weights hold was fixed."""
-    from safetensors.torch import save_file
-
+    from normscope.cli import state_output
     from normscope.transforms.fixes import apply
 
     fixed, done = apply(
@@ -229,8 +231,7 @@ def _fixed(report: Report, codes: tuple[str, ...], loaded: Loaded, file: Path, *
     if not done.done:
         note(f"{file} was not written: nothing was fixed")
         return
-    # contiguous copies: the format holds no shared memory
-    save_file({name: t.detach().clone().contiguous() for name, t in fixed.state_dict().items()}, file)
+    state_output.write(fixed, file)
 
 
 def _explained(

@@ -9,6 +9,7 @@ import typer
 from normscope.cli import streams
 from normscope.cli.frame import FINDINGS, WRONG
 from normscope.cli.identify import TARGET, known_format
+from normscope.errors import BadInput
 
 
 def command(
@@ -45,7 +46,13 @@ def command(
         example = tuple(batches.random(input_).shape)
     elif example is None:
         example = other
-    found = compare(one, two, example, layout=layout)
+    try:
+        found = compare(one, two, example, layout=layout)
+    except BadInput as error:
+        if example is not None or "Pass an example" not in str(error):
+            raise
+        why = str(error).partition(" (")[0].partition(". Pass")[0]
+        raise BadInput(f"{why}: pass the shape of an input of both, --input 8x16x32") from None
     if format_ == "json":
         print(json.dumps({"targets": [a, b], **found.to_json()}, indent=2), file=out)
     else:

@@ -31,6 +31,7 @@ def command(
     ),
     mode: str | None = typer.Option(None, "--mode", help="train or eval; as it is if not given."),
     format_: str = typer.Option("text", "--format", metavar="FORMAT", help="text or json."),
+    evidence: bool = typer.Option(False, "--evidence", help="Also which probe gave which conclusion."),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
 ) -> int:
     """Say from its behaviour alone which normalization TARGET is, with the evidence; verified on fresh inputs.
@@ -53,7 +54,7 @@ def command(
     if format_ == "json":
         print(json.dumps({"schema": 1, "target": target, **found.to_json()}, indent=2), file=out)
     else:
-        print(found, file=out)
+        print(found.text(evidence=evidence), file=out)
     out.flush()
     return 0 if found.spec is not None or found.fixed is not None else FINDINGS
 

@@ -36,8 +36,13 @@ def write(model: nn.Module, file: Path) -> None:
     part = file.with_name(f"{file.name}.part")
     # contiguous copies: the format holds no shared memory
     state = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
+    part.touch()
+    mode = (
+        part.stat().st_mode
+    )  # as the umask says; safetensors puts a file of its own there, for the user alone
     try:
         save_file(state, part)
+        part.chmod(mode)
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)

@@ -82,6 +82,10 @@ class Identification:
         return self.spec is not None
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, evidence: bool = True) -> str:
+        """For reading; without the evidence what it is, its parameters, the error, equivalents and notes."""
         lines = [f"{self.name or 'the callable'}:"]
         if self.spec is not None:
             mode = f", mode {self.mode}" if self.mode else ""
@@ -95,7 +99,10 @@ class Identification:
             lines.append(f"  not a normalization of this family: {self.reason}")
         if self.max_error is not None:
             lines.append(f"  largest error on fresh inputs {self.max_error:.1e}")
-        for title, entries in (("the same function", self.equivalent), ("because", self.evidence)):
+        for title, entries in (
+            ("the same function", self.equivalent),
+            ("because", self.evidence if evidence else ()),
+        ):
             lines += [f"  {title}: {entry}" for entry in entries]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)

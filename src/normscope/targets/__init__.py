@@ -58,7 +58,7 @@ def resolve(
         BadTarget: it cannot be loaded.
         BadInput: the data file or the shape cannot be used.
     """
-    from normscope.targets import batches, checkpoints, demos, exported, imported, onnx_model
+    from normscope.targets import batches, callables, checkpoints, demos, exported, imported, onnx_model
 
     if target == "demo" or target.startswith("demo:"):
         loaded = demos.load(target)
@@ -71,6 +71,8 @@ def resolve(
             f"{target} is a file of weights or a graph; a check needs the model's code: name it as "
             f"package.module:attribute and pass the file with --weights {target}"
         )
+    elif callables.is_call(target):
+        loaded = imported.loaded(target, callables.made(target))
     else:
         loaded = imported.load(target)
     if weights is not None:

@@ -39,8 +39,8 @@ def load(target: str) -> tuple[Any, Any]:
     >>> layer.num_groups, layer.affine
     (2, False)
     """
-    if target.rstrip().endswith(")"):
-        return _made(target), None
+    if is_call(target):
+        return made(target), None
     value = imported.named(target)
     if isinstance(value, type):
         raise BadTarget(
@@ -63,9 +63,19 @@ def _factory(value: Any) -> bool:
     return callable(value) and hasattr(value, "__code__") and not imported.required(value)
 
 
-def _made(target: str) -> Any:
-    """``module:Class(literals)``."""
+def is_call(target: str) -> bool:
+    """It is written as a call: a layer to be made."""
+    return target.rstrip().endswith(")")
+
+
+def made(target: str) -> Any:
+    """What ``module:Class(literals)`` makes. Raises BadTarget where it is no layer class with literal arguments."""
     module, _, expression = target.partition(":")
+    if not module.replace(".", "").isidentifier():
+        raise BadTarget(
+            f"cannot read the target {target!r}: write package.module:attribute, with a colon before the class, as in "
+            "torch.nn:LayerNorm(768)"
+        )
     form = f"write it as torch.nn:LayerNorm(768, eps=1e-6), with plain literals; got {target!r}"
     try:
         call = ast.parse(expression.strip(), mode="eval").body

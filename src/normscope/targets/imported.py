@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from normscope.errors import BadTarget
 from normscope.targets import Loaded
 from normscope.targets.failures import blamed
 
+SHOWN = 12
+"""names that are told where one is not there, the nearest first"""
+
 
 def load(target: str) -> Loaded:
     """Import and call what the string names. The working directory is importable, as for ``python -m``."""
-    return _loaded(target, named(target))
+    return loaded(target, named(target))
 
 
 def named(target: str) -> Any:
@@ -54,8 +58,11 @@ def named(target: str) -> Any:
             value = getattr(value, part)
     else:
         return value
+    near = get_close_matches(part, names, n=SHOWN, cutoff=0.5)
+    ordered = [*near, *(name for name in names if name not in near)]
+    more = ", ..." if len(ordered) > SHOWN else ""
     raise BadTarget(
-        f"{module_name!r} has no attribute {attribute!r}; it has: {', '.join(names[:12]) or 'none'}"
+        f"{module_name!r} has no attribute {attribute!r}; it has: {', '.join(ordered[:SHOWN]) or 'none'}{more}"
     )
 
 
@@ -80,7 +87,8 @@ def _missing(module_name: str, failure: BadTarget) -> BadTarget:
     return BadTarget(f"cannot import {module_name!r}: there is no module {missing!r}; {hint}")
 
 
-def _loaded(target: str, value: Any) -> Loaded:
+def loaded(target: str, value: Any) -> Loaded:
+    """What a target gave, as a model with what came along. Raises BadTarget where there is none."""
     if not isinstance(value, torch.nn.Module) and callable(value):
         needed = required(value)
         if needed:
