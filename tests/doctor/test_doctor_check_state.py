@@ -470,7 +470,7 @@ class TestCommandLine:
         done = self.run("check", "demo", "--eps", "1e-5", cwd=tmp_path)
         assert (done.returncode, done.stderr.strip()) == (
             2,
-            "normscope: --eps state what a checkpoint cannot tell; the model's code tells it",
+            "normscope: --eps: only of a file of weights; here the model's own code tells it",
         )
         (tmp_path / "b.safetensors").write_bytes(b"\xff" * 40)
         done = self.run("check", "b.safetensors", cwd=tmp_path)

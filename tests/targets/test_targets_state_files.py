@@ -541,7 +541,7 @@ class TestPathsAndIndexes:
         with pytest.raises(BadTarget, match="is no file name"):
             open_state("a\0b.pt")
 
-    def test_what_is_a_state(self, tmp_path: Path) -> None:
+    def test_what_is_a_state(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in (
             "a.safetensors",
             "A.PT",
@@ -551,5 +551,16 @@ class TestPathsAndIndexes:
             str(tmp_path),
         ):
             assert names_state(name), name
+        (tmp_path / "demo").mkdir()
+        (tmp_path / "package").mkdir()
+        (tmp_path / "weights").mkdir()
+        save_file({"w": torch.ones(1)}, tmp_path / "weights" / "x.safetensors")
+        monkeypatch.chdir(tmp_path)
+        assert [names_state(n) for n in ("demo", "package", "weights", "./demo")] == [
+            False,
+            False,
+            True,
+            True,
+        ]
         for name in ("torchvision.models:resnet18", "demo", "a.onnx", "a.pt2", "a.npz"):
             assert not names_state(name), name

@@ -27,7 +27,7 @@ def refuse_stated(options: dict[str, float | None]) -> None:
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise BadInput(
-            f"{' and '.join(given)} state what a checkpoint cannot tell; the model's code tells it"
+            f"{' and '.join(given)}: only of a file of weights; here the model's own code tells it"
         )
 
 

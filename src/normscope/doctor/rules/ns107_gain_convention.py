@@ -23,7 +23,8 @@ starts far from where the checkpoint was, and finetuning may even recover, so th
 ## Known problems
 Weights that were drawn at random around 0, by an initialization that treats gains like matrices, look like a missing
 offset; they are wrong too. Gains well below 1 of a model with large weights, loaded where 1 is added, lie between 1
-and 2 and cannot be told from ordinary ones: silent. A single site decides nothing.
+and 2 and cannot be told from ordinary ones: silent. A single site decides nothing. In a checkpoint without its
+code a missing offset is info: a norm that adds 1 may be meant.
 
 ## Example
 ```python

@@ -17,7 +17,8 @@ quantization.
 
 ## Known problems
 Gains that are all exactly 0 (the last norm of a residual branch, initialized so) are meant, and silent.
-Statistics in float16 underflow to 0 below 6e-8 and look dead.
+Statistics in float16 underflow to 0 below 6e-8 and look dead. In a checkpoint without its code eps is not known: only
+variances of exactly 0 count then, as info.
 
 ## Example
 ```python

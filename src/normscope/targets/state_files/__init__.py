@@ -12,11 +12,12 @@ a folder                                       ``config.json`` and the weights b
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from normscope.doctor.stored_state import Stored, StoredState, chosen_state
 from normscope.errors import BadInput, BadTarget
-from normscope.targets.state_files.folder import config_of, weights_of
+from normscope.targets.state_files.folder import config_of, has_weights, weights_of
 from normscope.targets.state_files.safetensors_file import read_header
 from normscope.targets.state_files.shards import INDEX, shards
 from normscope.targets.state_files.torch_file import read_tree
@@ -25,8 +26,14 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 
 def names_state(target: str) -> bool:
-    """Whether a target is a file of weights, an index of shards, or a folder."""
-    return target.lower().endswith((*SUFFIXES, INDEX)) or Path(target).is_dir()
+    """Whether a target is a file of weights, an index of shards, or a folder of weights.
+
+    A folder that only has the name of a package, or of the demo, is none.
+    """
+    if target.lower().endswith((*SUFFIXES, INDEX)):
+        return True
+    written_as_path = any(sign in target for sign in {"/", os.sep})
+    return target != "demo" and Path(target).is_dir() and (written_as_path or has_weights(Path(target)))
 
 
 def open_state(path: str | Path) -> StoredState:

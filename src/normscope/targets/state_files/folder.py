@@ -18,6 +18,11 @@ USUAL = (
 CONFIG = "config.json"
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether there is a file in it that could be the weights."""
+    return any((folder / name).exists() for name in USUAL) or any(folder.glob("*.safetensors"))
+
+
 def weights_of(folder: Path) -> Path:
     """The folder's weights: the usual names first, else its only ``.safetensors`` file.
 
