@@ -236,6 +236,18 @@ def test_the_culprit_of_a_wrong_gradient_is_named() -> None:
     assert "Forgetful" in step.todo
 
 
+def test_a_check_names_the_norms_whose_backward_is_written_by_hand() -> None:
+    told = [note for note in normscope.check(net(WrongBackward()), x()).notes if "gradients" in note]
+    assert told == [
+        f"gradients of 1 ({__name__}.Forgetful) were not checked: --explain (or normscope.explain) compares a backward "
+        "written by hand with differences"
+    ]
+    both = nn.Sequential(WrongBackward(), net(EpsOutside()))
+    (note,) = (note for note in normscope.check(both, x()).notes if "gradients" in note)
+    assert note.startswith("gradients of 0 (")
+    assert "1.1" not in note
+
+
 def test_kinks_are_no_wrong_gradients() -> None:
     """ReLUs, pooling and dead units, on seeds that were not looked at before."""
     for seed in range(1000, 1012):

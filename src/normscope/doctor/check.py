@@ -225,6 +225,12 @@ def _notes(subject: Subject) -> list[str]:
         notes.append(
             f"in deployment {', '.join(fused)} run inside a fused transformer kernel; they were measured unfused"
         )
+    if subject.own_backward:
+        where = ", ".join(f"{name} ({function})" for name, function in subject.own_backward.items())
+        notes.append(
+            f"gradients of {where} were not checked: --explain (or normscope.explain) compares a backward written by "
+            "hand with differences"
+        )
     unknown = [site for site in subject.sites if site.spec is None]
     notes += [
         f"{site.name or 'the model'} ({site.type_name}) was not checked: {site.reason}" for site in unknown

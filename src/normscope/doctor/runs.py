@@ -26,6 +26,7 @@ import torch
 from normscope.doctor import variants
 from normscope.doctor.loss import loss
 from normscope.doctor.nested import detached
+from normscope.doctor.own_functions import own_functions
 from normscope.doctor.probes import Probe
 from normscope.doctor.report import NotRun
 from normscope.doctor.site import Event
@@ -106,6 +107,9 @@ def _run(run: str, subject: Subject, listeners: list[Probe], reasons: dict[str, 
         if obstacle:
             subject.unmeasured[event.site.name] = obstacle
             return
+        if run == "gradient" and event.site.kind == "hand-written":
+            for function in own_functions([event.output], event.input):
+                subject.own_backward[event.site.name] = function
         for probe in listeners:
             if probe.name not in reasons:
                 why = _guarded(probe.name, lambda p=probe: p.observe(event))  # type: ignore[misc]

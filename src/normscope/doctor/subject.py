@@ -48,6 +48,8 @@ class Subject:
     """run name -> what the model returned in it, detached; dropped when the probes have finished"""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """after the "gradient" run: parameter name -> gradient of the loss; dropped when the probes have finished"""
+    own_backward: dict[str, str] = field(default_factory=dict)
+    """name of a site written by hand -> the ``autograd.Function`` that its output comes from"""
     measured: dict[str, Any] = field(default_factory=dict)
     """probe name -> its measurement; absent where the probe could not run"""
 
