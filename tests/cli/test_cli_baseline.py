@@ -233,6 +233,16 @@ def test_a_deeply_nested_baseline_was_called_a_fault_of_normscope(tmp_path: Path
         Baseline.read(file)
 
 
+def test_half_a_surrogate_in_a_name_had_no_fingerprint(tmp_path: Path) -> None:
+    one = finding("NS403", "a\udc80")
+    assert fingerprint(one) != fingerprint(finding("NS403", "a"))
+    json.loads(report(one).to_sarif().encode())
+    json.loads(report(one).to_json().encode())
+    file = tmp_path / "known.json"
+    file.write_text(Baseline.of(report(one)).to_json(), encoding="utf-8")
+    assert list(Baseline.read(file).entries) == [("NS403", "a\udc80", one.mode)]
+
+
 def test_unused_ignores_are_told() -> None:
     row = SiteRow("a", "module", "LayerNorm", None, "", "input", "input", 1, (), ())
     checked = replace(report(finding("NS403", "a"), passed=("NS401",)), sites=(row,))

@@ -31,7 +31,7 @@ def fingerprint(finding: Finding) -> str:
     >>> fingerprint(one) == fingerprint(Finding("NS403", "norm", "kappa is 3", evidence={"kappa": 3.0}))
     True
     """
-    return sha256("\n".join(_key(finding)).encode()).hexdigest()[:16]
+    return sha256("\n".join(_key(finding)).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,8 @@ class Baseline:
             for key, entry in sorted(self.entries.items())
         ]
         body = "[\n    " + ",\n    ".join(lines) + "\n  ]" if lines else "[]"
+        # half a surrogate pair, as a name may hold, has no UTF-8, but an escape in JSON
+        body = body.encode(errors="backslashreplace").decode()
         return f'{{\n  "normscope_baseline": {VERSION},\n  "findings": {body}\n}}'
 
 
