@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from normscope.doctor.wording import clean_path
 from normscope.errors import NormscopeError
 from normscope.identify.memory import freed
 
@@ -19,11 +20,6 @@ class Refused(NormscopeError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-def clean_path(path: str) -> str:
-    """A module path without the links that ``torch.compile`` and FSDP put in: as the user wrote it."""
-    return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_fsdp_wrapped_module"))
 
 
 def unwrap(model: Any) -> nn.Module:

@@ -21,18 +21,13 @@ from normscope.doctor.copy_on_write import CopyOnWrite, EscapeWatch, Vault
 from normscope.doctor.interrupts import uninterrupted
 from normscope.doctor.modes import NoFunctionalDropout, has_running_state, is_training, set_training
 from normscope.doctor.module_state import ObjectState
-from normscope.doctor.refusals import (
-    Refused,
-    clean_path,
-    refuse_inference_tensors,
-    refuse_unmaterialized,
-    unwrap,
-)
+from normscope.doctor.refusals import Refused, refuse_inference_tensors, refuse_unmaterialized, unwrap
 from normscope.doctor.run_output import independent
 from normscope.doctor.tensor_state import HookStash, TensorState
+from normscope.doctor.wording import clean_path
 from normscope.errors import told
 
-__all__ = ["CHECKSUM_LIMIT", "MODES", "Refused", "Session", "clean_path", "is_training"]
+__all__ = ["CHECKSUM_LIMIT", "MODES", "Refused", "Session", "is_training"]
 
 MODES = ("now", "eval", "batch", "train")
 BUFFERS_UP_FRONT = 256 * 2**20

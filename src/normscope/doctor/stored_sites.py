@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from normscope.doctor.refusals import clean_path
 from normscope.doctor.site import Site
 from normscope.doctor.stored_norms import BATCH, GROUP, INSTANCE, LAYER, RMS, StoredNorm
 from normscope.doctor.tracing.config import BATCH as BATCH_KEYS
 from normscope.doctor.tracing.config import LAYER as LAYER_KEYS
 from normscope.doctor.tracing.config import RMS as RMS_KEYS
+from normscope.doctor.wording import clean_path
 from normscope.spec import NormSpec, families
 
 MOST_VALUES = 2**24

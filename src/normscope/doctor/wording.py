@@ -100,3 +100,8 @@ def unfold(finding: Finding) -> list[Finding]:
 
 def _same(others: int) -> str:
     return f" The same at {plural(others, 'other site')}."
+
+
+def clean_path(path: str) -> str:
+    """A module path without the links that ``torch.compile`` and FSDP put in: as the user wrote it."""
+    return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_fsdp_wrapped_module"))

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from normscope.doctor import arguments
-from normscope.doctor.refusals import Refused, clean_path
+from normscope.doctor.refusals import Refused
+from normscope.doctor.wording import clean_path
 from normscope.errors import BadInput
 
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from normscope.doctor import arguments
-from normscope.doctor.refusals import Refused, clean_path, unwrap
+from normscope.doctor.refusals import Refused, unwrap
+from normscope.doctor.wording import clean_path
 from normscope.errors import BadInput, shortened, told
 from normscope.reading.base import qualified_name
 from normscope.transforms.agreement import compare

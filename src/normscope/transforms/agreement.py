@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.doctor.nested import detached, mapped
-from normscope.doctor.refusals import clean_path
 from normscope.doctor.session import Session
+from normscope.doctor.wording import clean_path
 from normscope.errors import ModelError, NormscopeError, told
 from normscope.kernels import composite
 from normscope.spec import Cast, NormSpec

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.doctor import arguments
-from normscope.doctor.refusals import clean_path, unwrap
+from normscope.doctor.refusals import unwrap
+from normscope.doctor.wording import clean_path
 from normscope.errors import BadInput
 from normscope.transforms.chosen import Model, chosen, copied
 from normscope.transforms.recalibrate import RecalibrationReport, recalibrate

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from normscope.doctor.modes import has_running_state
-from normscope.doctor.refusals import Refused, clean_path, unwrap
+from normscope.doctor.refusals import Refused, unwrap
+from normscope.doctor.wording import clean_path
 from normscope.errors import BadInput, shortened, told
 from normscope.reading import Reading, UnknownNormalization, read
 from normscope.reading.base import qualified_name

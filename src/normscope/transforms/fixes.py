@@ -28,10 +28,10 @@ from torch.nn.utils import parametrize
 from normscope.doctor import arguments
 from normscope.doctor.change import change, some
 from normscope.doctor.nested import detached
-from normscope.doctor.refusals import clean_path, unwrap
+from normscope.doctor.refusals import unwrap
 from normscope.doctor.report import Finding, Report
 from normscope.doctor.session import Session
-from normscope.doctor.wording import eps_text, number, unfold
+from normscope.doctor.wording import clean_path, eps_text, number, unfold
 from normscope.errors import BadInput
 from normscope.transforms.agreement import compare
 from normscope.transforms.report import Agreement, SiteChange, TransformReport

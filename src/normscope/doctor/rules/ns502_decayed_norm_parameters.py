@@ -37,10 +37,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from normscope.doctor.refusals import clean_path
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
-from normscope.doctor.wording import fold, number
+from normscope.doctor.wording import clean_path, fold, number
 
 if TYPE_CHECKING:
     from normscope.doctor.site import Site

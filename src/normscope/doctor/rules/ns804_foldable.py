@@ -25,8 +25,8 @@ print(report)
 ```
 
 ## Fix
-None needed. For deployment: W' = a W and b' = a b + shift per output channel, or PyTorch's
-`torch.nn.utils.fuse_conv_bn_eval`.
+None needed. For deployment: W' = a W and b' = a b + shift per output channel, as `normscope.transforms.fold` does and
+checks.
 
 ## References
 - Jacob et al. 2018, Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference,
@@ -67,6 +67,6 @@ def _finding(candidate: Candidate, in_graph: bool) -> Finding:
         evidence={"into": candidate.into, "where": candidate.where, "channels": candidate.channels},
         fix="none needed; ONNX Runtime does it for itself when it loads the graph"
         if in_graph
-        else "none needed; for deployment torch.nn.utils.fuse_conv_bn_eval does it",
+        else "none needed; for deployment normscope.transforms.fold does it",
         mode="eval",
     )

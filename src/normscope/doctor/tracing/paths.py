@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from normscope.doctor.session import clean_path
 from normscope.doctor.tracing.readings import Readings
+from normscope.doctor.wording import clean_path
 
 
 class ModuleNames:

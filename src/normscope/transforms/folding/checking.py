@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.doctor.nested import mapped
-from normscope.doctor.refusals import Refused, clean_path, unwrap
+from normscope.doctor.refusals import Refused, unwrap
+from normscope.doctor.wording import clean_path
 from normscope.errors import BadInput, ModelError, shortened, told
 from normscope.identify.float64_copy import Float32AsFloat64
 from normscope.transforms.agreement import ALLOWED, Deviation, compare
