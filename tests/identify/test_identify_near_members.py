@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from normscope.identify.identification import identify
+from normscope.spec import NormSpec
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 X = torch.zeros(4, 6, 10, dtype=torch.float64)
@@ -61,3 +63,20 @@ def test_float32_inside_a_function_of_float64_is_shown_and_allowed_for(name: str
     assert found.max_error is not None
     assert 1e-10 < found.max_error < 1e-6  # a few roundings of 6e-8
     assert any("float32 inside" in entry.conclusion for entry in found.evidence)
+
+
+GAINS = {"every other": [1.0, 0, 1, 0, 1, 0], "none at the start": [0.0, 0, 1, 2, 0, 1]}
+
+
+@pytest.mark.parametrize("gains", GAINS)
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_gains_of_0_in_a_pattern_do_not_look_like_groups(gains: str, groups: int) -> None:
+    weight = torch.tensor(GAINS[gains], dtype=torch.float64)
+    found = identify(lambda x: F.group_norm(x, groups, weight), X)
+    assert found.spec is not None, found
+    stats = {1: "b c ... -> b", 2: "b (g c) ... -> b g", 6: "b c ... -> b c"}[groups]
+    assert found.spec.replace(weight=None).same_function(
+        NormSpec(stats, sizes={"g": 2} if groups == 2 else {})
+    )
+    assert found.weight is not None
+    assert np.allclose(found.weight.ravel(), weight.numpy(), rtol=0, atol=1e-12)  # a thousand roundings

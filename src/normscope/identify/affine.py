@@ -58,7 +58,7 @@ def place(values: Values, spelling: Spelling) -> tuple[str, Array] | None:
         return None
     others = tuple(axis for axis in range(split.value.ndim) if axis not in {at[i] for i in needed})
     # the mean by how well each is known
-    trust = 1 / (split.error**2 + np.finfo(float).tiny)
+    trust = 1 / (split.error**2 + 1e-150)  # far below any error, and sums of its inverse are still numbers
     mean = (split.value * trust).sum(axis=others) / trust.sum(axis=others)
     return where, mean.reshape(_shape(where, spelling))
 

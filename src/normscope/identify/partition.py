@@ -18,6 +18,10 @@ from normscope.identify.probing import Contradiction, Pair, Prober
 
 Mask = NDArray[np.bool_]
 Labels = NDArray[np.int64]
+Joined = dict[tuple[int, int], Mask]
+"""axis and position -> positions along that axis"""
+LOOKED_AT = 512
+"""positions of an axis up to which dead ones are looked at one by one"""
 MOVED = 64
 """roundings by which an output has to change to have moved; what shares a set moves by a large part of itself less the
 bias"""
@@ -81,7 +85,8 @@ def find_partition(f: Prober, pairs: Sequence[Pair]) -> Partition:
     shape = base.x.shape
     places = _places(live)
     moved = {place: _moved_by(f, base, place) for place in places}
-    found = _product(shape, moved, live) or _ragged(f, base, moved, live)
+    joined = _joined(f, base, places[0], live)
+    found = _product(shape, moved, live, joined) or _ragged(f, base, moved, live, joined)
     if found is None:
         raise Contradiction(_why_not(moved, live))
     _say(f, found, places)
@@ -110,6 +115,20 @@ def _places(live: Mask) -> list[tuple[int, ...]]:
     return [tuple(int(i) for i in np.unravel_index(k, live.shape)) for k in dict.fromkeys(picked)]
 
 
+def _joined(f: Prober, base: Pair, place: tuple[int, ...], live: Mask) -> Joined:
+    """Of positions along an axis at which all is dead: the live positions that an input there moves, as it is of their
+    sets. A regular pattern of gains of 0 looks like a factor of the axis to those who see live outputs only."""
+    found: Joined = {}
+    for dim, size in enumerate(live.shape):
+        others = tuple(d for d in range(live.ndim) if d != dim)
+        dead = np.flatnonzero(~live.any(axis=others))
+        # beyond that a pattern is not worth a call for each position
+        for at in dead if size <= LOOKED_AT else ():
+            mask = _moved_by(f, base, (*place[:dim], int(at), *place[dim + 1 :])) & live
+            found[dim, int(at)] = np.asarray(mask.any(axis=others))
+    return found
+
+
 def _moved_by(f: Prober, base: Pair, place: tuple[int, ...]) -> Mask:
     """Outputs that change when one input moves by 3 sqrt(N) standard deviations up or down: a mean square then grows
     tenfold at least, as a set has at most all N elements. Two elements only ever swap signs, which one of both does."""
@@ -126,9 +145,11 @@ def _moved_by(f: Prober, base: Pair, place: tuple[int, ...]) -> Mask:
 # Sets that are products of factors ----------------------------------------------------------------------------------
 
 
-def _product(shape: tuple[int, ...], moved: dict[tuple[int, ...], Mask], live: Mask) -> Partition | None:
+def _product(
+    shape: tuple[int, ...], moved: dict[tuple[int, ...], Mask], live: Mask, joined: Joined
+) -> Partition | None:
     """The factors, where every place tells the same ones and they explain exactly what moved."""
-    dims = [_factors(moved, live, dim, size) for dim, size in enumerate(shape)]
+    dims = [_factors(moved, live, joined, dim, size) for dim, size in enumerate(shape)]
     if None in dims:
         return None
     found = Partition(shape, tuple(factors for factors in dims if factors is not None))
@@ -141,15 +162,15 @@ def _explains(found: Partition, moved: dict[tuple[int, ...], Mask], live: Mask) 
 
 
 def _factors(
-    moved: dict[tuple[int, ...], Mask], live: Mask, dim: int, size: int
+    moved: dict[tuple[int, ...], Mask], live: Mask, joined: Joined, dim: int, size: int
 ) -> tuple[Factor, ...] | None:
     """The factors of one axis that fit what every place shows."""
-    readings = [_readings(mask, live, place, dim, size) for place, mask in moved.items()]
+    readings = [_readings(mask, live, joined, place, dim, size) for place, mask in moved.items()]
     return next((factors for factors in readings[0] if all(factors in other for other in readings[1:])), None)
 
 
 def _readings(
-    mask: Mask, live: Mask, place: tuple[int, ...], dim: int, size: int
+    mask: Mask, live: Mask, joined: Joined, place: tuple[int, ...], dim: int, size: int
 ) -> list[tuple[Factor, ...]]:
     """Factors of one axis that the set of ``place`` may stand for."""
     others = tuple(d for d in range(mask.ndim) if d != dim)
@@ -157,7 +178,11 @@ def _readings(
     along[place[dim]] = True
     # a position where everything that could have moved is dead says nothing: it may be in or out
     silent = ~(live & mask.any(axis=dim, keepdims=True)).any(axis=others)
-    found = [factors_of(np.asarray(guess), size) for guess in (along, along | silent)]
+    told = along.copy()
+    for at in range(size):
+        if (dim, at) in joined and at != place[dim]:
+            told[at] = (joined[dim, at] & along).any()
+    found = [factors_of(np.asarray(guess), size) for guess in (told, along, along | silent)]
     return [factors for factors in found if factors is not None]
 
 
@@ -195,10 +220,12 @@ def factors_of(along: Mask, size: int) -> tuple[Factor, ...] | None:
 # Virtual batches of different sizes ---------------------------------------------------------------------------------
 
 
-def _ragged(f: Prober, base: Pair, moved: dict[tuple[int, ...], Mask], live: Mask) -> Partition | None:
+def _ragged(
+    f: Prober, base: Pair, moved: dict[tuple[int, ...], Mask], live: Mask, joined: Joined
+) -> Partition | None:
     """Sets that differ along one axis only, and are runs of neighbours there: walk along it from run to run."""
     shape = base.x.shape
-    whole = [_factors(moved, live, dim, size) for dim, size in enumerate(shape)]
+    whole = [_factors(moved, live, joined, dim, size) for dim, size in enumerate(shape)]
     open_dims = [dim for dim, factors in enumerate(whole) if factors is None]
     if len(open_dims) != 1:
         return None
