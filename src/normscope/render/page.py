@@ -118,6 +118,13 @@ def _most_telling(sites: list[page_sites.SiteView]) -> list[page_sites.SiteView]
     return grave + [site for start in range(step) for site in rest[start::step]]
 
 
+def _encodable(value: Any) -> Any:
+    """Text with escapes for halves of surrogate pairs, which names may hold and UTF-8 has not."""
+    if not isinstance(value, str) or value.isascii():
+        return value
+    return type(value)(value.encode(errors="backslashreplace").decode())
+
+
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -126,6 +133,7 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_encodable,
     )
     environment.filters |= {
         "breakable": _breakable,
@@ -172,7 +180,7 @@ def _breakable(name: str) -> Markup:
 
 
 def _csv_link(figure: Figure) -> str:
-    return f"data:text/csv;charset=utf-8,{quote(figure.csv, safe=',./:;()|*')}"
+    return f"data:text/csv;charset=utf-8,{quote(_encodable(figure.csv), safe=',./:;()|*')}"
 
 
 def _file_name(text: str) -> str:
