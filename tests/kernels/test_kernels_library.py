@@ -149,24 +149,37 @@ def test_what_the_build_said_is_passed_on(tmp_path: Path) -> None:
 # ---- libraries that cannot be used
 
 
-@pytest.mark.parametrize("kept", [0, 0.1, 0.5, 0.99, -1])
-def test_a_file_that_was_cut_off_is_never_loaded(folder: Path, kept: float) -> None:
-    file = folder / build.file_name("base")
-    content = file.read_bytes()
+def damaged(folder: Path, damage: Callable[[bytes], bytes]) -> str:
+    """What is said of a library of ``folder`` whose content was damaged."""
+    isa = next((isa for isa in build.instruction_sets() if (folder / build.file_name(isa)).exists()), None)
+    if isa is None:
+        pytest.skip("nothing is built")
+    file = folder / build.file_name(isa)
+    content = damage(file.read_bytes())
     file.unlink()  # the folder may hold links to the libraries in use
-    file.write_bytes(content[:-1] if kept < 0 else content[: int(kept * len(content))])
-    _, reasons = library.choose(folder, "base", set())
-    assert reasons["base"] == f"the file is damaged: its checksum is not that of its build {REMEDY}"
+    file.write_bytes(content)
+    _, reasons = library.choose(folder, isa, set(build.NEEDS[isa]))
+    return reasons[isa]
+
+
+DAMAGED = f"the file is damaged: its checksum is not that of its build {REMEDY}"
+
+
+@pytest.mark.parametrize("kept", [0, 0.1, 0.5, 0.99])
+def test_a_file_that_was_cut_off_is_never_loaded(folder: Path, kept: float) -> None:
+    assert damaged(folder, lambda content: content[: int(kept * len(content))]) == DAMAGED
+    assert damaged(folder, lambda content: content[:-1]) == DAMAGED
 
 
 def test_a_file_with_one_bit_changed_is_never_loaded(folder: Path) -> None:
-    file = folder / build.file_name("base")
-    content = bytearray(file.read_bytes())
-    file.unlink()
-    content[len(content) // 3] ^= 1
-    file.write_bytes(content)
-    _, reasons = library.choose(folder, "base", set())
-    assert reasons["base"] == f"the file is damaged: its checksum is not that of its build {REMEDY}"
+    third = slice(100_000, 100_001)
+
+    def flip(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[third] = bytes([changed[third][0] ^ 1])
+        return bytes(changed)
+
+    assert damaged(folder, flip) == DAMAGED
 
 
 def test_a_corrupt_file(tmp_path: Path) -> None:
