@@ -19,7 +19,8 @@ differentiated poisons every weight on the first padded sequence.
 ## Known problems
 A class whose name says nothing (`Norm`) is only judged for lost eps, half precision and gradients. An unbiased variance
 is a constant factor, which the weight absorbs in training: it matters when weights move between the two. Over channels
-first and over whole images a layer norm is taken as meant.
+first and over whole images a layer norm is taken as meant. An eps that the module holds is missed only where the
+function has none at all: one that differs from it is not told, nor an RMS norm by the sum of squares.
 
 ## Example
 ```python
