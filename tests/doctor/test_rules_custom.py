@@ -445,6 +445,91 @@ def test_ns106_an_eps_that_is_lost() -> None:
     assert found.severity == "info"
 
 
+class OtherEpsRMSNorm(Affine):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+
+
+class OtherEps(OtherEpsRMSNorm):
+    """Its name says nothing."""
+
+
+class SquaredEpsRMSNorm(Affine):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps**2)
+
+
+class FlooredRMSNorm(Affine):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / x.pow(2).mean(-1, keepdim=True).clamp(min=self.eps).sqrt()
+
+
+class SummingRMSNorm(Affine):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.weight * x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + self.eps)
+
+
+class FactorRMSNorm(SummingRMSNorm):
+    factor = 8**0.5
+
+
+def test_ns106_an_eps_other_than_the_one_it_holds() -> None:
+    x = torch.randn(6, 8)
+    (found,) = check(OtherEpsRMSNorm(8), x, "NS106").findings
+    assert found.severity == "info"
+    assert found.evidence["deviations"] == ["its eps is another: it holds 1e-06 and computes as with 0.001"]
+    assert found.fix.endswith("Let one eps be both what the module holds and what its forward uses.")
+    # of normalized values of root mean square 1, 1/sqrt(v + 1e-3) differs from 1/sqrt(v) by about 1e-3 / 2v: below 1e-2
+    # at v around 1, and of order 1 where v is around 1e-3
+    assert 1e-4 < found.evidence["difference"] < 1e-2
+    (small,) = check(OtherEpsRMSNorm(8), 0.03 * x, "NS106").findings
+    assert small.severity == "warning"
+    assert "differs from that of RMS norm by up to" in small.message
+    assert small.evidence["difference"] > 0.1
+    (nameless,) = check(OtherEps(8), 0.03 * x, "NS106").findings
+    assert nameless.severity == "warning"
+    assert "differs from that of one with the eps it holds by up to" in nameless.message
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        SquaredEpsRMSNorm(8),
+        FlooredRMSNorm(8, eps=1e-10),
+        LlamaRMSNorm(8, eps=0.5),
+        FactorRMSNorm(8),
+        FactorRMSNorm(8, 0.5),
+    ],
+)
+def test_ns106_an_eps_that_is_there_in_another_writing(norm: nn.Module) -> None:
+    report = check(norm, torch.randn(6, 8), "NS106")
+    assert not any("its eps" in text for f in report.findings for text in f.evidence["deviations"])
+    assert report.sites[0].spec is not None
+
+
+def test_ns106_a_sum_of_squares_under_the_name_of_a_mean() -> None:
+    found = deviation(SummingRMSNorm(8), torch.randn(6, 8))
+    assert found.severity == "warning"
+    assert found.evidence["deviations"] == [
+        "it divides by the root of the sum of the 8 squares, not of their mean: its output is 0.354 of what its "
+        "name says"
+    ]
+    # the normalized values are those of the RMS norm less 1 - 1/sqrt(8) of them, and one of 8 is at least 1
+    assert found.evidence["difference"] > 1 - 8**-0.5 - 1e-3
+
+
+@pytest.mark.parametrize("weight", [1.0, 8**0.5, 2.0])
+def test_ns106_is_silent_where_weight_or_factor_make_up_for_the_sum(weight: float) -> None:
+    norm = SummingRMSNorm(8) if weight != 1.0 else FactorRMSNorm(8)
+    with torch.no_grad():
+        norm.weight.fill_(weight)
+    report = check(norm, torch.randn(6, 8), "NS106")
+    assert report.findings == ()
+    assert report.passed == ("NS106",)
+
+
 class WithConstantSet(nn.Module):
     """Its norm sees one sample without spread."""
 

@@ -8,6 +8,7 @@ conventions of the paper: the biased variance, eps inside the root, the mean sub
 from __future__ import annotations
 
 import re
+from math import sqrt
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,36 @@ UNCENTERED = ("RMS norm", "T5's RMS norm")
 OF_FEATURES = ("layer norm", *UNCENTERED)
 GLOBAL = re.compile("[Gg]lobal")
 """a layer norm over all positions too, by its name"""
+MAKES_UP = 2.0
+"""a typical gain within this factor of what the mean of squares needs makes up for the sum"""
+
+
+def meant(site: Site, spec: NormSpec) -> tuple[str, NormSpec] | None:
+    """What a site should compute by the name of its class, as ``promised``.
+
+    A sum of squares where weight or factor make up for the size of the sets is as good as their mean.
+    """
+    found = promised(site.type_name, spec, features_of(site, spec))
+    if found is None or spec.scale != "l2":
+        return found
+    weight = site.array("weight")
+    typical = (
+        1.0 if weight is None else float(sorted(abs(weight.ravel() + spec.weight_offset))[weight.size // 2])
+    )
+    factor = abs(of_mean(site, spec))
+    if any(1 / MAKES_UP <= size <= MAKES_UP for size in (factor, factor * typical)):
+        return found[0], found[1].replace(scale="l2", gain=spec.gain)
+    return found
+
+
+def set_size(site: Site, spec: NormSpec) -> int:
+    """Elements of a statistic set at the first call; 1 where there was none."""
+    return spec.bind(site.calls[0].shape).set_size if site.calls else 1
+
+
+def of_mean(site: Site, spec: NormSpec) -> float:
+    """The normalized values of a norm by the sum of squares, as a part of those by their mean."""
+    return spec.gain / sqrt(set_size(site, spec))
 
 
 def promised(type_name: str, spec: NormSpec, features: str = "") -> tuple[str, NormSpec] | None:

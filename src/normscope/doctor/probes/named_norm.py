@@ -1,8 +1,8 @@
 """A norm written by hand beside the norm that its class is named after, on the activations that really occur.
 
 Both are computed by the reference on whole statistic sets of the input: those of the smallest spread, where eps counts,
-and others by the check's seed. Differences are those of the normalized values, before weight and bias, so 1 is a
-standard deviation of the output.
+and others by the check's seed. Where a module holds another eps than it computes with, the other norm has that one.
+Differences are those of the normalized values, before weight and bias, so 1 is a standard deviation of the output.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from normscope import reference
-from normscope.doctor.named import features_of, promised
+from normscope.doctor.named import meant
 from normscope.doctor.probes import Probe
 from normscope.doctor.probes.precision import _running, rows_spec
 from normscope.doctor.sets import Sets, sets_of
+from normscope.doctor.stated import other_eps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,7 +55,8 @@ class Beside:
 
 
 class BesideTheNamedNorm(Probe):
-    """site name -> ``Beside``, of hand-written norms that were identified (beside itself where a name says nothing)."""
+    """site name -> ``Beside``, of hand-written norms that were identified (where a name says nothing, beside themselves
+    with the eps they hold)."""
 
     name = "named_norm"
     runs = ("eval", "batch")
@@ -69,8 +71,9 @@ class BesideTheNamedNorm(Probe):
             return
         if event.run == "batch" and event.mode != "batch":
             return  # as in the eval run
-        features = features_of(event.site, event.spec)
-        _, named = promised(event.site.type_name, event.spec, features) or ("", event.spec)
+        _, named = meant(event.site, event.spec) or ("", event.spec)
+        held = other_eps(event.site, event.spec)
+        named = named if held is None else named.replace(eps=held)
         seen = _beside(event, named, self.random)
         before = self.found.get(event.site.name)
         if seen is not None and (before is None or seen.difference > before.difference):
@@ -123,8 +126,8 @@ def _rows(event: Event, sets: Sets, named: NormSpec, chosen: NDArray[np.int64]) 
     x = sets.take(event.input, chosen)
     state = reference.RunningState(*_running(event, sets, chosen)) if stored else None
     own, other = (
-        reference.forward(x, rows_spec(spec, sets.eps, stored=stored), running=state, training=not stored)
-        for spec in (event.spec, named)
+        reference.forward(x, rows_spec(spec, eps, stored=stored), running=state, training=not stored)
+        for spec, eps in ((event.spec, sets.eps), (named, _eps(named, event, sets)))
     )
     return own * event.spec.gain, other * named.gain
 
@@ -135,9 +138,12 @@ def _other_axes(event: Event, sets: Sets, named: NormSpec) -> tuple[Array, Array
     few = max(2, min(shape[0], ELEMENTS // max(1, prod(shape[1:]))))
     x = event.input.detach()[:few].double().cpu().numpy()
     own, other = (
-        reference.forward(
-            x, spec.replace(weight=None, bias=None, weight_offset=0.0, running=None, eps=sets.eps)
-        )
-        for spec in (event.spec, named)
+        reference.forward(x, spec.replace(weight=None, bias=None, weight_offset=0.0, running=None, eps=eps))
+        for spec, eps in ((event.spec, sets.eps), (named, _eps(named, event, sets)))
     )
     return own.reshape(len(x), -1), other.reshape(len(x), -1)
+
+
+def _eps(named: NormSpec, event: Event, sets: Sets) -> float:
+    """Of the other norm: what is None is an epsilon of the dtype for both."""
+    return sets.eps if named.eps is None or named.eps == event.spec.eps else named.eps

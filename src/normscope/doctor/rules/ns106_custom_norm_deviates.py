@@ -3,13 +3,13 @@
 ## What it does
 A norm that is a module of its own is identified by probing a copy of it, and compared with the norm of its name on
 your data. Reported are: an unbiased variance, eps outside the root or as a floor, a layer norm that subtracts no mean
-or an RMS norm that does, statistics that mix samples under the name of a norm that does not, a layer norm over
-positions (for each feature apart, or together with the features of a sequence), an eps that the module
-holds and the function does not have, statistics computed in half precision, a weight applied after casting back to
-it where the name is no RMS norm, and a gradient that is not a number where a set is constant. Info; warning from an
-output that differs by 0.01 standard deviations on your data, unless the variance is merely unbiased over a set of
-fixed size; error where it makes numbers into NaN there, or the
-gradient of a constant set that occurs.
+or an RMS norm that does, a sum of squares where the name says their mean, statistics that mix samples under the name
+of a norm that does not, a layer norm over positions (for each feature apart, or together with the features of a
+sequence), an eps that the module holds while the function has none or another, statistics computed in half precision,
+a weight applied after casting back to it where the name is no RMS norm, and a gradient that is not a number where a
+set is constant. Info; warning from an output that differs by 0.01 standard deviations on your data, unless the
+variance is merely unbiased over a set of fixed size; error where it makes numbers into NaN there, or the gradient of
+a constant set that occurs.
 
 ## Why it matters
 Code reviews read the name. Weights trained under one convention are loaded under the other when the hand-written
@@ -19,8 +19,9 @@ differentiated poisons every weight on the first padded sequence.
 ## Known problems
 A class whose name says nothing (`Norm`) is only judged for lost eps, half precision and gradients. An unbiased variance
 is a constant factor, which the weight absorbs in training: it matters when weights move between the two. Over channels
-first and over whole images a layer norm is taken as meant. An eps that the module holds is missed only where the
-function has none at all: one that differs from it is not told, nor an RMS norm by the sum of squares.
+first and over whole images a layer norm is taken as meant. An eps is looked for as `eps`, `epsilon` or
+`variance_epsilon`, and a square or a multiple by the size of a set passes for it. A sum of squares passes where weight
+or factor make up for the size of the sets; `F.normalize` in a module is a site of its own, and is not judged here.
 
 ## Example
 ```python
@@ -54,12 +55,12 @@ take the root of variance plus eps.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isclose, sqrt
 from typing import TYPE_CHECKING
 
-from normscope.doctor.named import features_of, promised
+from normscope.doctor.named import meant, of_mean, set_size
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
+from normscope.doctor.stated import other_eps
 from normscope.doctor.wording import eps_text, label, number, plural
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ PLACES = {
     "max": "eps {eps} is a floor, max(sqrt(v), eps)",
     "max_variance": "eps {eps} is a floor under the root, sqrt(max(v, eps))",
 }
-EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 
 
 @rule("NS106", "custom-norm-deviates", kinds="D", needs=("data", "named_norm"))
@@ -87,22 +87,27 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         if site.spec is None:
             yield NotRun("NS106", site.reason, site.name)
             continue
-        named = promised(site.type_name, site.spec, features_of(site, site.spec))
+        named = meant(site, site.spec)
         half = next((call.dtype for call in site.calls if call.dtype in HALF), "")
-        deviations = [] if named is None else list(_deviations(site.spec, named[1], half))
+        deviations = [] if named is None else list(_deviations(site, site.spec, named[1], half))
         deviations += _always(site, half)
         if deviations:
             seen = subject.measured["named_norm"].get(site.name)
             yield _finding(site, deviations, None if named is None else named[0], seen)
 
 
-def _deviations(spec: NormSpec, named: NormSpec, half: str) -> Iterator[str]:
+def _deviations(site: Site, spec: NormSpec, named: NormSpec, half: str) -> Iterator[str]:
     if spec.stats != named.stats:
         yield f"its statistics run over {_where(spec, named)} ({spec.stats})"
     if spec.center != named.center:
         yield "it subtracts the mean" if spec.center else "it does not subtract the mean"
     elif not spec.center and spec.scale == "std":
         yield "it divides by the standard deviation, about a mean that it does not subtract"
+    if spec.scale == "l2" and named.scale != "l2":
+        yield (
+            f"it divides by the root of the sum of the {set_size(site, spec)} squares, not of their mean: its output "
+            f"is {number(of_mean(site, spec))} of what its name says"
+        )
     if spec.scale == "std" and spec.correction:
         yield f"{UNBIASED}, over n - {spec.correction:g}"
     if spec.eps_at in PLACES:
@@ -131,21 +136,14 @@ def _always(site: Site, half: str) -> Iterator[str]:
     """What no name excuses."""
     spec = site.spec
     assert spec is not None
-    held = next((v for n in EPS_NAMES if isinstance(v := getattr(site.module, n, None), float)), None)
-    if held and not _has_eps(spec, held):
-        yield f"its eps is lost: it holds {eps_text(held)} and computes as with {eps_text(spec.eps)}"
+    held = other_eps(site, spec)
+    if held is not None:
+        how = "another" if spec.eps else "lost"
+        yield f"its eps is {how}: it holds {eps_text(held)} and computes as with {eps_text(spec.eps)}"
     if half and spec.cast.compute in (*HALF, "input"):
         yield f"its statistics are computed in {half}"
     if _bad_gradient(site):
         yield "the gradient of a constant set is not a number"
-
-
-def _has_eps(spec: NormSpec, held: float) -> bool:
-    """Whether the function has that constant, whatever way it writes it: squared, or times the size of a set."""
-    if spec.eps is None or spec.scale == "l2":
-        return True
-    wanted = (held, held * held, sqrt(held))
-    return any(isclose(spec.eps, value, rel_tol=0.5) for value in wanted)
 
 
 def _bad_gradient(site: Site) -> bool:
@@ -168,10 +166,11 @@ def _finding(site: Site, deviations: list[str], words: str | None, seen: Beside 
     evidence: dict[str, object] = {"deviations": deviations, "spec": str(site.spec)}
     severity = "info"
     if seen is not None:
-        if words is not None:
+        if words is not None or seen.difference:
             where = f" (at {seen.where})" if seen.where else ""
+            other = words or "one with the eps it holds"
             message += (
-                f" On your data its normalized output differs from that of {words} by up to {number(seen.difference)} "
+                f" On your data its normalized output differs from that of {other} by up to {number(seen.difference)} "
                 f"standard deviations{where}."
             )
             evidence |= {"difference": seen.difference, "typical": seen.typical, "where": seen.where}
@@ -196,4 +195,6 @@ def _fix(site: Site, deviations: list[str]) -> str:
         "name the class after what it computes."
     )
     outside = getattr(site.spec, "eps_at", "") in PLACES or _bad_gradient(site)
-    return f"{fix} Take the root of variance plus eps." if outside else fix
+    fix += " Take the root of variance plus eps." if outside else ""
+    eps = site.spec is not None and other_eps(site, site.spec) is not None
+    return f"{fix} Let one eps be both what the module holds and what its forward uses." if eps else fix
