@@ -1,0 +1,146 @@
+"""Elements that do not count: what layers take as ``mask=``, ``lengths=`` and packed sequences.
+
+A mask is True where an element counts. Statistics, running ones too, are exact over these elements; whatever stands at
+the others, NaN included, reaches neither outputs nor gradients, and its own gradient is 0. The output there is 0, or
+the bias where ``fill="bias"``. A set without an element leaves its running statistics, and a batch without one the
+counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+from normscope.errors import BadInput
+from normscope.functional import normalize
+from normscope.kernels.elementary import axes_of, place
+from normscope.spec import NormSpec, RunningState
+
+FILLS = ("zero", "bias")
+Lengths = Tensor | Sequence[int]
+
+
+def valid(
+    layer: str,
+    input: Tensor,
+    mask: Tensor | None,
+    lengths: Lengths | None,
+    *,
+    samples: int = 0,
+    time: int = -1,
+) -> Tensor:
+    """The elements that count, as one boolean mask that broadcasts to ``input``.
+
+    Arguments:
+        layer: its name, for errors.
+        mask: boolean, with as many axes as ``input``, each of its size or 1.
+        lengths: whole numbers (B,), one for each sample: positions from there on along the axis ``time`` do not count.
+        samples, time: the axes of ``input`` that ``lengths`` is about.
+
+    With both, an element counts where both say so. Raises BadInput where either does not fit.
+
+    >>> valid("LayerNorm", torch.zeros(2, 3, 4), None, [1, 3], time=1).squeeze(2)
+    tensor([[ True, False, False],
+            [ True,  True,  True]])
+    """
+    found = None if lengths is None else _within(layer, input, lengths, samples, time)
+    if mask is None:
+        if found is None:
+            raise BadInput(f"{layer} takes a mask or lengths here; got neither. Pass one of them.")
+        return found
+    _fits(layer, input, mask)
+    return mask if found is None else mask & found
+
+
+def normalize_valid(
+    input: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor,
+    fill: str = "zero",
+    *,
+    running: RunningState | None = None,
+    training: bool = True,
+) -> Tensor:
+    """`normscope.normalize` under a mask, with 0 or (``fill="bias"``) the bias where it is False.
+
+    Raises BadInput where ``fill`` is neither.
+
+    >>> from normscope.spec import families
+    >>> x, mask = torch.tensor([[1.0, 3.0], [9.0, 9.0]]), torch.tensor([[True], [False]])
+    >>> normalize_valid(x, families.layer_norm(eps=0.0), None, torch.ones(2), mask, "bias")
+    tensor([[0., 2.],
+            [1., 1.]])
+    """
+    y = normalize(input, spec, weight, bias, running=running, training=training, mask=mask)
+    return filled(y, spec, bias, mask, fill)
+
+
+def filled(y: Tensor, spec: NormSpec, bias: Tensor | None, mask: Tensor, fill: str) -> Tensor:
+    """``y``, which is 0 where the mask is False, with the bias there if ``fill`` asks for it."""
+    if fill not in FILLS:
+        raise BadInput(f"fill says what stands where the mask is False, 'zero' or 'bias'; got {fill!r}.")
+    if fill == "zero" or bias is None or spec.bias is None:
+        return y
+    axes = axes_of(spec, tuple(y.shape))
+    everywhere = place(bias, spec.bias, axes).expand([axis.size for axis in axes]).reshape(y.shape)
+    return torch.where(mask, y, everywhere.to(y.dtype))
+
+
+def by_element(packed: PackedSequence, norm: Callable[[Tensor], Tensor]) -> PackedSequence:
+    """A packed sequence through a norm of its elements (M, features), among which there is no padding."""
+    return _with_data(packed, norm(packed.data))
+
+
+def by_sequence(packed: PackedSequence, norm: Callable[[Tensor, Tensor], Tensor]) -> PackedSequence:
+    """A packed sequence of features through a norm of (B, features, L) and lengths (B,)."""
+    padded, lengths = pad_packed_sequence(
+        PackedSequence(packed.data, packed.batch_sizes), batch_first=True
+    )  # in the order of the data, longest first
+    y = norm(padded.movedim(1, -1), lengths).movedim(-1, 1)
+    sizes = packed.batch_sizes.tolist()
+    return _with_data(packed, torch.cat([y[:size, step] for step, size in enumerate(sizes)]))
+
+
+def _with_data(packed: PackedSequence, data: Tensor) -> PackedSequence:
+    return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+
+
+def _fits(layer: str, input: Tensor, mask: Any) -> None:
+    """Fewer axes would broadcast too, and (N, L) to (N, C, L) silently along the channels where N is C."""
+    fits = (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.bool
+        and mask.dim() == input.dim()
+        and all(have in (1, size) for have, size in zip(mask.shape, input.shape, strict=True))
+    )
+    if not fits:
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+        raise BadInput(
+            f"{layer} takes a boolean mask, True where an element counts, with the axes of the input "
+            f"{tuple(input.shape)}, each of its size or 1; got {got}. Add axes of size 1, as in mask[:, None]."
+        )
+
+
+def _within(layer: str, input: Tensor, lengths: Lengths, samples: int, time: int) -> Tensor:
+    numbers = torch.as_tensor(lengths, device=input.device)
+    batch, positions = (
+        input.shape[dim] if -input.dim() <= dim < input.dim() else -1 for dim in (samples, time)
+    )
+    whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+    if not whole or tuple(numbers.shape) != (batch,) or samples % input.dim() == time % input.dim():
+        raise BadInput(
+            f"{layer} takes lengths as whole numbers, one for each of the samples on axis {samples} of an input "
+            f"{tuple(input.shape)}; got {numbers.dtype} of shape {tuple(numbers.shape)}. Positions run along axis "
+            f"{time}; where they do not, pass mask=."
+        )
+    inside = torch.arange(positions, device=input.device) < numbers[:, None]
+    shape = [1] * input.dim()
+    shape[samples], shape[time] = batch, positions
+    first = samples % input.dim() < time % input.dim()
+    return (inside if first else inside.T).reshape(shape)
