@@ -168,10 +168,9 @@ def _finding(site: Site, deviations: list[str], words: str | None, seen: Beside 
     if seen is not None:
         if words is not None or seen.difference:
             where = f" (at {seen.where})" if seen.where else ""
-            other = words or "one with the eps it holds"
             message += (
-                f" On your data its normalized output differs from that of {other} by up to {number(seen.difference)} "
-                f"standard deviations{where}."
+                f" On your data its normalized output differs from that of {words or 'one with the eps it holds'} by "
+                f"up to {number(seen.difference)} standard deviations{where}."
             )
             evidence |= {"difference": seen.difference, "typical": seen.typical, "where": seen.where}
         evidence |= {"sets": seen.sets, "set_size": seen.set_size, "constant_sets": seen.constant}
