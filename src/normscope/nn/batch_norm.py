@@ -4,7 +4,8 @@
 
 Training normalizes by the batch: var is the biased variance, sum((x - mean)^2) / M over the M elements of a channel.
 Running statistics follow, run <- (1 - momentum) run + momentum batch, the variance with M / (M - 1); evaluation
-normalizes by them. Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, algorithms 1 and 2.
+normalizes by them. Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, algorithms 1 and 2. With
+``running_correction=0`` the variance is stored as it is, over M, as Keras, Flax and ONNX store it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normscope.functional import batch_norm
+from normscope.errors import BadInput
+from normscope.functional import batch_norm, normalize
 from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method
-from normscope.spec import NormSpec, families
+from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method, refuse_script
+from normscope.spec import NormSpec, RunningState, families
 
 
 class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNorm):
@@ -27,6 +29,7 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
     __jit_unused_properties__ = ("spec",)
     _scripted = method("_scripted", nn.modules.batchnorm._BatchNorm.forward)
     _ndim: tuple[int, int | None]
+    running_correction = 1
 
     def __init__(
         self,
@@ -40,10 +43,17 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
         *,
         bias: bool = True,
         float32_statistics: bool = True,
+        running_correction: int = 1,
     ) -> None:
+        if running_correction not in (0, 1):
+            raise BadInput(
+                f"the stored variance is over M - running_correction, which is 0 or 1; got {running_correction!r}. "
+                "PyTorch's is 1, that of Keras and Flax 0."
+            )
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._set_bias(bias)
         self.float32_statistics = float32_statistics
+        self.running_correction = running_correction
         self._keep_statistics()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -60,6 +70,11 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
                 momentum = 1.0 / float(self.num_batches_tracked)
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         stored = self.track_running_stats or not self.training
+        if self.running_correction == 0 and by_batch and stored and self.running_mean is not None:
+            state = RunningState(self.running_mean, self.running_var)
+            if self.momentum is None and self.num_batches_tracked is not None:
+                state.batches = int(self.num_batches_tracked) - 1
+            return normalize(input, self.spec, self.weight, self.bias, running=state)
         return batch_norm(
             input,
             self.running_mean if stored else None,
@@ -84,15 +99,37 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
             self.bias is not None,
             self.running_mean is not None,
             self._ndim,
+            self.running_correction,
         )
+
+    def __prepare_scriptable__(self) -> _BatchNorm:
+        if self.running_correction != 1:
+            refuse_script(self)
+        return self
+
+    def extra_repr(self) -> str:
+        """As torch's, with what differs from the defaults named after it."""
+        return super().extra_repr() + ("" if self.running_correction == 1 else ", running_correction=0")
 
 
 @remembered
 def _spec(
-    eps: float, momentum: float | None, weight: bool, bias: bool, running: bool, ndim: tuple[int, int | None]
+    eps: float,
+    momentum: float | None,
+    weight: bool,
+    bias: bool,
+    running: bool,
+    ndim: tuple[int, int | None],
+    correction: int,
 ) -> NormSpec:
     return families.batch_norm(
-        eps=eps, momentum=momentum, weight=weight, bias=bias, running=running, ndim=ndim
+        eps=eps,
+        momentum=momentum,
+        weight=weight,
+        bias=bias,
+        running=running,
+        running_correction=correction,
+        ndim=ndim,
     )
 
 
@@ -100,8 +137,9 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     """Batch norm of inputs (N, C) or (N, C, L): a ``torch.nn.BatchNorm1d``.
 
     Arguments: torch's, num_features, eps=1e-5, momentum=0.1 (None: the plain average of all batches), affine=True,
-    track_running_stats=True, device, dtype, bias=True; and ``float32_statistics=True``: running statistics stay
-    float32 in a half module.
+    track_running_stats=True, device, dtype, bias=True; ``float32_statistics=True``: running statistics stay
+    float32 in a half module; and ``running_correction=1``: the stored variance is over M - 1 as in torch, with 0 over
+    M, as Keras and Flax go on.
     Shapes: parameters and statistics (C,). Input and output float16, bfloat16, float32 or float64.
 
     Raises ValueError where the input has another number of axes, where training sees one value a channel, or where
