@@ -1,0 +1,102 @@
+"""Any normalization, by its specification."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.overrides import has_torch_function_variadic
+
+from normscope.errors import BadInput
+from normscope.kernels import composite, dispatch
+from normscope.kernels.elementary import has_virtual_batches, state_axes
+from normscope.kernels.regular import ask, codes_of, only_tensors
+from normscope.spec import NormSpec, RunningState
+
+
+def normalize(
+    input: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    running: RunningState | None = None,
+    training: bool = True,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Normalize as a specification says: y = (offset + weight) * gain * (x - mean) / denominator + bias.
+
+    Arguments:
+        input: floating point, of any shape that ``spec`` fits.
+        spec: what to compute, of `normscope.families` or your own `NormSpec`.
+        weight, bias: of the shapes that ``spec.bind(input.shape)`` names; None is a factor of 1, and no bias.
+        running: stored mean and variance, tensors. With ``training=True`` updated in place, with ``training=False``
+            (or under batch renormalization) read.
+        training: for a spec with running statistics, normalize by the batch (True) or by ``running`` (False).
+        mask: boolean, broadcastable to ``input``, True where an element counts. Statistics are exact over the True
+            elements; the output is 0 at the others, and nothing that stands there reaches outputs or gradients.
+
+    Returns a tensor of the shape and dtype of ``input``. Half types are computed in float32.
+    Raises BadInput where arguments do not fit each other, PatternError where the shape does not fit the spec.
+
+    >>> import torch
+    >>> from normscope import families
+    >>> x = torch.tensor([[1.0, 2.0, 4.0, 100.0]])
+    >>> normalize(x, families.layer_norm(eps=0.0), mask=x < 10)
+    tensor([[-1.0690, -0.2673,  1.3363,  0.0000]])
+    """
+    if not isinstance(spec, NormSpec):
+        raise BadInput(
+            f"normalize takes a NormSpec, which says which axes and every convention; got {spec!r}. For a pattern "
+            'alone write NormSpec("b c ... -> c")'
+        )
+    if has_torch_function_variadic(input, weight, bias, mask):
+        return ask(
+            normalize,
+            (input, weight, bias, mask),
+            input,
+            spec,
+            weight=weight,
+            bias=bias,
+            running=running,
+            training=training,
+            mask=mask,
+        )
+    only_tensors("normalize", input, weight=weight, bias=bias, mask=mask)
+    if input.is_nested:
+        raise BadInput(
+            "normalize takes dense tensors, got a nested one. Pad it, and pass mask=, True where it is valid"
+        )
+    if mask is None:
+        y = _fast(input, spec, weight, bias, running if spec.running else None, training)
+        if y is not None:
+            return y
+    return composite.normalize(input, spec, weight, bias, running=running, training=training, mask=mask)
+
+
+def _fast(
+    input: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    state: RunningState | None,
+    training: bool,
+) -> Tensor | None:
+    """By dispatch, where that knows the way: None leaves the call, and its errors, to the composite path."""
+    parameters = [(weight, spec.weight), (bias, spec.bias)]
+    if state is not None:
+        parameters += [(state.mean, state_axes(spec)), (state.var, state_axes(spec))]
+    call = codes_of(input, spec, *parameters)
+    if call is None:
+        return None
+    if spec.running is None or (training and state is None):
+        return dispatch.norm(input, weight, bias, call)
+    if state is None:
+        return None
+    if not training:
+        return dispatch.fixed(input, state.mean, state.var, weight, bias, call)
+    if spec.scale != "std" or has_virtual_batches(spec):
+        return None
+    momentum = spec.running.momentum
+    fraction = 1 / (state.batches + 1) if momentum is None else momentum
+    y = dispatch.norm_running(input, weight, bias, state.mean, state.var, call, fraction)
+    state.batches += 1
+    return y
