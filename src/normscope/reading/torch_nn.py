@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from normscope.spec import NormSpec
 
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-COMPUTES = ("__call__", "forward", "_apply_instance_norm", "_handle_no_batch_input", "_get_no_batch_dim")
+COMPUTES = ("__call__", "forward", "_apply_instance_norm", "_handle_no_batch_input", "_get_no_batch_dim", "_by_batch")
 
 
 def _read(obj: Any, input_ndim: int | None) -> Reading | None:
@@ -99,6 +99,7 @@ def _batch_norm(
         weight="weight" in tensors,
         bias="bias" in tensors,
         running=stored,
+        running_correction=getattr(m, "running_correction", 1),  # normscope's may store the biased variance
         ndim=(low, high),
     )
     return _reading(
