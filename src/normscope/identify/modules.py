@@ -178,6 +178,7 @@ def _finished(
         evidence=(*found, checked.evidence),
         equivalent=tuple(other.replace(cast=spec.cast) for other in whole.equivalent),
         notes=tuple(notes),
+        half=cast_evidence[-1],
     )
 
 

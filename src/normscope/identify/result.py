@@ -76,6 +76,8 @@ class Identification:
     """the callable in words"""
     roundoff: float | None = None
     """unit roundoff of its arithmetic as the probes found it: float32 inside a function of float64 is seen"""
+    half: Evidence | None = None
+    """of a module: where it rounds on bfloat16 inputs, or why that was not seen"""
 
     def __bool__(self) -> bool:
         """Whether it is a normalization of the family."""
