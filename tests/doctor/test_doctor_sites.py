@@ -14,9 +14,9 @@ from normscope.doctor.session import Session
 from normscope.doctor.site import Event, Site
 from normscope.doctor.sites import find_sites, watch
 from normscope.doctor.tracing.calls import NormCalls
+from normscope.doctor.tracing.collapse import WrittenNorm
 from normscope.doctor.tracing.graph import Graph
 from normscope.doctor.tracing.paths import ModuleNames
-from normscope.doctor.tracing.written import WrittenNorm
 
 
 def sites_of(model: nn.Module, *args: object, **kwargs: object) -> dict[str, Site]:

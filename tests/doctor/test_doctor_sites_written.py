@@ -116,9 +116,16 @@ def masked(p: Part, x: Tensor) -> Tensor:
     return (x - mean) / torch.sqrt(variance + 1e-5)
 
 
+def added_to_the_bias(p: Part, x: Tensor) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    inverse = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + 1e-5)
+    return torch.addcmul(p.bias, x - mean, inverse)
+
+
 NORMS = [
     textbook, from_the_formula, rms_in_float32, rms_by_a_factor, unit_length, scale_norm, batch_by_moments,
     batch_as_scale_and_shift, groups_by_views, in_place, reciprocal_root, masked,
+    added_to_the_bias,
 ]  # fmt: skip
 
 
@@ -134,6 +141,35 @@ def test_a_module_that_is_a_norm_by_hand_is_a_site(body: Body) -> None:
     assert [(n.kind, n.path, n.through, n.feature_axis) for n in call.fed_by] == [("linear", "before", (), 1)]
     assert [(n.kind, n.path, n.through, n.feature_axis) for n in call.feeds] == [("linear", "after", (), 1)]
     assert call.fed_by[0].consumers == 1
+
+
+PLAIN = Part(textbook)
+PLAIN.weight, PLAIN.bias = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(0.0))
+USES: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda x, mean: x * mean,
+    lambda x, mean: x * x.sum(-1, keepdim=True),
+    lambda x, mean: x * x.square().mean(-1, keepdim=True),
+    lambda x, mean: x * mean.expand_as(x),
+    lambda x, mean: x / mean,
+    lambda x, mean: torch.maximum(x, mean),
+    lambda x, mean: x.clamp(min=x.mean()),
+    lambda x, mean: torch.where(x > mean, x, mean),
+    lambda x, mean: torch.cat([x, mean], -1),
+    lambda x, mean: unit_length(PLAIN, x) * mean,
+]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("body", [from_the_formula, rms_by_a_factor, reciprocal_root])
+def test_a_norm_of_what_a_mean_was_used_for_too_is_a_site(
+    use: Callable[[Tensor, Tensor], Tensor], body: Body
+) -> None:
+    """The mean of an input gates or bounds it, or both are put together, and the result is normalized."""
+
+    def forward(p: Part, x: Tensor) -> Tensor:
+        return x + body(PLAIN, use(x, x.mean(-1, keepdim=True))).sum(-1, keepdim=True)
+
+    assert len(found(forward, inlined=True)) == 1 + (use is USES[-1])
 
 
 @pytest.mark.parametrize("body", NORMS)

@@ -26,8 +26,8 @@ from normscope.reading import UnknownNormalization, read
 from normscope.reading.base import qualified_name
 
 if TYPE_CHECKING:
+    from normscope.doctor.tracing.collapse import WrittenNorm
     from normscope.doctor.tracing.dataflow import Node
-    from normscope.doctor.tracing.written import WrittenNorm
     from normscope.spec import NormSpec
 
 

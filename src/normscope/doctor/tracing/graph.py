@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from normscope.doctor.tracing.collapse import WrittenNorm
 from normscope.doctor.tracing.dataflow import Dataflow, Node
 from normscope.doctor.tracing.paths import Frame
-from normscope.doctor.tracing.written import WrittenNorm, WrittenNorms
+from normscope.doctor.tracing.written import WrittenNorms
 
 
 class Graph:
