@@ -24,8 +24,8 @@ LINEAR = (
     "stops growing"
 )
 CONSTANT = (
-    "the output does not depend on the input: it is a constant, a gain of 0, or a centered norm whose statistic sets "
-    "have one element each (then pass an example with longer axes)"
+    "the output does not depend on the input: it is a constant, a gain of 0, one that is lost in the rounding of "
+    "the bias, or a centered norm whose statistic sets have one element each (then pass an example with longer axes)"
 )
 
 

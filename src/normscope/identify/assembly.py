@@ -10,7 +10,7 @@ import numpy as np
 
 from normscope.identify.affine import Values, place
 from normscope.identify.box import Array
-from normscope.identify.fit import Fit, at_fixed_eps, denominator, lay_out
+from normscope.identify.fit import Fit, at_fixed_eps
 from normscope.identify.partition import Partition
 from normscope.identify.probing import Contradiction, Prober
 from normscope.identify.scan import Observation
@@ -162,17 +162,3 @@ def gain_values(one: Fit, f: Prober, n: int) -> Values:
     """The gain, as well as it is known: a sum over a set of n rounds by some sqrt(n) units, on both sides."""
     sums = (16 + sqrt(n)) * f.roundoff * np.abs(one.gain) / np.clip(one.lever, f.roundoff, 1.0)
     return Values(one.gain, 4 * one.gain_error + sums)
-
-
-def better_bias(one: Fit, observed: Sequence[Observation], bias: Values, partition: Partition) -> Values:
-    """The bias from the smallest input, where it is next to all of the output; what the fit says of the rest is taken
-    off."""
-    if one.root_eps == 0:
-        return bias
-    smallest = min(observed, key=lambda o: float(np.abs(o.x).max()))
-    data = lay_out([smallest], partition, one.shape)
-    rest = one.gain * (data.u / denominator(data.root, one.root_eps, one.form)).reshape(one.gain.shape)
-    value = smallest.z + bias.value - rest
-    error = 4 * smallest.sigma
-    better = error < bias.error
-    return Values(np.where(better, value, bias.value), np.where(better, error, bias.error))

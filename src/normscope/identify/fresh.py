@@ -41,7 +41,10 @@ def inputs(shape: tuple[int, ...], near_eps: float | None) -> Iterator[tuple[str
     yield "a few large elements", direction(shape, 102) ** 3
     yield "a level of 2", direction(shape, 103) + 2.0
     if near_eps is not None:
-        yield "a spread near eps", direction(shape, 104) * 2.0 ** round(np.log2(near_eps))
+        near = 2.0 ** round(np.log2(near_eps))
+        yield "a spread near eps", near * direction(shape, 104)
+        if near > 1:  # inputs of ordinary size are far below it
+            yield "a spread far above eps", 2.0**6 * near * direction(shape, 105)
 
 
 def verify(

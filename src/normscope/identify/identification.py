@@ -8,16 +8,14 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from normscope.errors import BadInput
 from normscope.identify import diagnose, fresh, remarks
-from normscope.identify.affine import Values
-from normscope.identify.assembly import Assembly, better_bias
+from normscope.identify.assembly import Assembly
+from normscope.identify.bias import better_bias, find_bias
 from normscope.identify.box import ROUNDOFF, Array, Box, box_of, is_shape, shape_of
 from normscope.identify.fit import Fit, fit
-from normscope.identify.fixed import LINEAR, fixed_affine
-from normscope.identify.partition import Partition, find_partition
+from normscope.identify.fixed import fixed_affine
+from normscope.identify.partition import POINTWISE, Partition
 from normscope.identify.probing import Contradiction, OnlyWhenShortened, Pair, Prober, direction, pair
 from normscope.identify.repeats import (
     find_precision,
@@ -37,6 +35,7 @@ from normscope.identify.scan import (
 )
 from normscope.identify.second_size import fixed_factors, roomy, second_gain
 from normscope.identify.spelling import names_of, spellings
+from normscope.identify.statistic_sets import sets, sets_of_large
 from normscope.spec import NormSpec
 
 DIRECTIONS = 4
@@ -45,8 +44,6 @@ ROOM = 2**12
 """elements that the probes work on where the callable takes fewer than the example has"""
 FLOAT32 = 1e-5
 """of the output: what float32 arithmetic may be off by"""
-FARTHEST = 2.0**200
-"""the size of outputs whose squares, over those of their roundings, float64 still holds; and one over it"""
 FITS = 200
 """roundings that the best form may leave on average; the wrong form leaves a large part of the output"""
 
@@ -153,24 +150,26 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) 
     shape = roomy(f, example, most)
     find_precision(f, shape)
     pairs = [pair(f, direction(shape, seed)) for seed in range(DIRECTIONS)]
-    partition = _sets(f, pairs)
-    bias = _bias(f, pairs, partition)
-    s = scan(f, pairs, bias.value)
+    partition = sets(f, pairs)
+    bias = find_bias(f, pairs, partition)
+    s = scan(f, pairs, bias)
     if is_linear(s):
         fixed, error = fixed_affine(f, pairs, partition, bias, layout)
         return Identification(fixed=fixed, max_error=error, **_kept(f))
     if partition.pointwise:
-        raise Contradiction(_POINTWISE)
+        partition = sets_of_large(s) or partition
+    if partition.pointwise:
+        raise Contradiction(POINTWISE)
     require_bounded(s)
     start = crossing(s)
     if start is not None:
         refine(s, start)
-    observed = observations(s)
+    observed = observations(s, start)
     fits = fit(observed, partition, start)
     _require_fit(f, fits, pairs, partition)
     best = fits[0]
     bias = better_bias(best, observed, bias, partition)
-    stays = fixed_factors(f, partition)
+    stays = fixed_factors(f, partition, start)
     written = tuple(spellings(partition, layout, stays))
     assembly = Assembly(f, partition, observed, best, bias, written)
     (spec, weight, bias_value), others = assembly.choose(second_gain(f, partition, best, start))
@@ -190,61 +189,6 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) 
         equivalent=tuple(others),
         **_kept(f),
     )
-
-
-_POINTWISE = (
-    "every output follows its own input alone, and no straight line: an activation, or a norm whose statistic sets "
-    "have one element each (then pass an example with longer axes)"
-)
-
-
-def _sets(f: Prober, pairs: list[Pair]) -> Partition:
-    outputs = [y for one in pairs for y in (one.plus, one.minus)]
-    bad = int(sum((~np.isfinite(y)).sum() for y in outputs))
-    if bad:
-        raise Contradiction(
-            f"ordinary inputs give {bad} outputs of {sum(y.size for y in outputs)} that are NaN or infinite"
-        )
-    largest = float(np.abs(outputs).max())
-    if largest and not 1 / FARTHEST < largest < FARTHEST:
-        raise Contradiction(
-            f"its outputs reach {largest:.2g}: squares of such numbers leave the range of float64, so that no fit "
-            "tells what they are. Scale the output in a function around it"
-        )
-    live = np.ptp(outputs, axis=0) > 16 * f.roundoff * np.abs(outputs).max(axis=0)
-    if not live.any():
-        raise Contradiction(
-            "the output does not depend on the input: it is a constant, a gain of 0, or a centered norm whose "
-            "statistic sets have one element each (then pass an example with longer axes)"
-        )
-    dead = int((~live).sum())
-    if dead:
-        f.notes.append(
-            f"{dead} of {live.size} outputs never change: their gain is 0, and their sets were told by the others"
-        )
-    try:
-        return find_partition(f, pairs)
-    except Contradiction:
-        if is_linear(scan(f, pairs, pairs[0].even)):
-            raise Contradiction(LINEAR) from None
-        raise
-
-
-def _bias(f: Prober, pairs: list[Pair], partition: Partition) -> Values:
-    """Half of ``f(x) + f(-x)``. Raises Contradiction where it is not the same for all x."""
-    size = np.maximum.reduce([one.size for one in pairs])
-    apart = np.ptp([one.even for one in pairs], axis=0)
-    if (apart > 64 * f.roundoff * size.max()).any():
-        if partition.pointwise:
-            raise Contradiction(_POINTWISE)
-        raise Contradiction(
-            "f(x) + f(-x) is twice the bias for every normalization; here it changes with x, by up to "
-            f"{float(apart.max() / size.max()):.2g} of the largest output",
-            float(apart.max() / size.max()),
-        )
-    value = np.mean([one.even for one in pairs], axis=0)
-    f.conclude("an odd function of the input plus a bias", "f(x) + f(-x) for several x", inputs=len(pairs))
-    return Values(value, 16 * f.roundoff * size)
 
 
 def _require_fit(f: Prober, fits: list[Fit], pairs: list[Pair], partition: Partition) -> None:

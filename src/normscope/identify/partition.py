@@ -22,6 +22,10 @@ Joined = dict[tuple[int, int], Mask]
 """axis and position -> positions along that axis"""
 LOOKED_AT = 512
 """positions of an axis up to which dead ones are looked at one by one"""
+POINTWISE = (
+    "every output follows its own input alone, and no straight line: an activation, or a norm whose statistic sets "
+    "have one element each (then pass an example with longer axes)"
+)
 MOVED = 64
 """roundings by which an output has to change to have moved; what shares a set moves by a large part of itself less the
 bias"""
@@ -101,9 +105,10 @@ def _telling(f: Prober, pairs: Sequence[Pair]) -> Mask:
     faint = (apart > 16 * f.roundoff * size) & ~clear
     if faint.sum() > clear.sum():
         share = float(np.median(apart[faint] / size[faint]))
+        finer = ". Pass a callable and an example of float64" if f.roundoff > 2.0**-50 else ""
         raise Contradiction(
             f"its outputs vary by {share:.2g} of their level only, too little to be told from rounding: the bias hides "
-            "the rest. Pass a callable and an example of float64"
+            f"the rest{finer}"
         )
     return clear
 

@@ -12,8 +12,9 @@ from math import log2
 
 import numpy as np
 
+from normscope.identify.affine import Values
 from normscope.identify.box import Array
-from normscope.identify.probing import Contradiction, Pair, Prober
+from normscope.identify.probing import Contradiction, Pair, Prober, pair
 
 COARSE = 4
 """octaves between the scales that look for the place where eps takes over"""
@@ -21,6 +22,10 @@ FINE = 6
 """octaves on either side of it that are measured one by one"""
 NOISE = 4
 """roundings that one output carries, before its neighbours' are counted"""
+STAYS = 1.02
+"""growth over `COARSE` octaves up to which an output is one that no longer grows"""
+STANDARD = 4
+"""standard errors that a bias may be off by"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Scan:
     f: Prober
     pairs: list[Pair]
     """directions; the first is scaled"""
-    bias: Array
+    bias: Values
     found: dict[int, Observation] = field(default_factory=dict)
     """octave k -> the observation at the scale 2^k"""
 
@@ -57,13 +62,19 @@ class Scan:
                     f"inputs of the size 2^{k} give {bad} outputs of {y.size} that are NaN or infinite, as under a "
                     "negative eps"
                 )
-            z = y - self.bias
+            z = y - self.bias.value
             self.found[k] = Observation(x, z, self.noise(y, z))
         return self.found[k]
 
     def noise(self, y: Array, z: Array) -> Array:
+        """Standard error of ``z = y - bias``: roundings of the output and of the input that was centered, which grow
+        with how large z gets where the input has the scale 1; and the error of the bias."""
         reach = np.maximum.reduce([np.abs(one.odd) for one in self.pairs])
-        return noise(self.f, reach, y, self.bias, z, float(np.sqrt(np.mean(self.pairs[0].odd ** 2))))
+        own = float(np.sqrt(np.mean(z**2)))
+        level = float(np.sqrt(np.mean(self.pairs[0].odd ** 2))) or 1.0
+        sigma = NOISE * self.f.roundoff * (np.abs(y) + own / level * reach) + self.bias.error / STANDARD
+        # an output that is 0 is not exact
+        return np.asarray(sigma + 1e-6 * self.f.roundoff * own + np.finfo(float).tiny)
 
     def measurable(self, k: int) -> bool:
         """Whether the output at this scale stands out from the rounding of the bias."""
@@ -71,29 +82,23 @@ class Scan:
         return bool(np.sqrt(np.mean(seen.z**2)) > 2**12 * np.sqrt(np.mean(seen.sigma**2)) / NOISE)
 
 
-def noise(f: Prober, reach: Array, y: Array, bias: Array, z: Array, level: float) -> Array:
-    """Standard error of ``z = y - bias``: roundings of the output, of the bias, and of the input that was centered.
-
-    ``reach`` is how large z gets where the input has the scale 1, ``level`` its root mean square there.
-    """
-    own = float(np.sqrt(np.mean(z**2)))
-    sigma = NOISE * f.roundoff * (np.abs(y) + np.abs(bias) + own / (level or 1.0) * reach)
-    return np.asarray(
-        sigma + 1e-6 * f.roundoff * own + np.finfo(float).tiny
-    )  # an output that is 0 is not exact
+def smallest(f: Prober) -> tuple[int, ...]:
+    """The octaves of the smallest inputs: what is always measured, and where eps is looked for deeper. Squares of all
+    stay within the range of the dtype."""
+    return (-64, -128, -256, -480) if f.roundoff < 2.0**-50 else (-48,)
 
 
-def scan(f: Prober, pairs: list[Pair], bias: Array) -> Scan:
+def scan(f: Prober, pairs: list[Pair], bias: Values) -> Scan:
     """Scales from far below any eps to where the output no longer grows.
 
     Raises Contradiction where it never stops growing; a linear map is told by `is_linear`.
     """
     s = Scan(f, pairs, bias)
-    # squares of the smallest inputs, and sums of squares of the largest, stay within the range of the dtype
-    low, top, limit = (-64, 8, 100) if f.roundoff < 2.0**-50 else (-48, 8, 40)
-    for k in range(low, top + 1, COARSE):
+    # sums of squares of the largest inputs stay within the range of the dtype
+    top, limit = (8, 100) if f.roundoff < 2.0**-50 else (8, 40)
+    for k in range(smallest(f)[0], top + 1, COARSE):
         s.at(k)
-    while s.size(top) > 1.02 * s.size(top - COARSE) and top < limit:
+    while s.size(top) > STAYS * s.size(top - COARSE) and top < limit:
         top += COARSE
         s.at(top)
     return s
@@ -109,11 +114,21 @@ def is_linear(s: Scan) -> bool:
     return True
 
 
+def _growth(s: Scan) -> float:
+    """of the output from the largest inputs but one to the largest"""
+    top = max(s.found)
+    return s.size(top) / max(s.size(top - COARSE), np.finfo(float).tiny)
+
+
+def growing(s: Scan) -> bool:
+    """Whether the output still grows with the largest inputs."""
+    return _growth(s) > STAYS
+
+
 def require_bounded(s: Scan) -> None:
     """Raises Contradiction where the output still grows with the largest inputs."""
-    top = max(s.found)
-    growth = s.size(top) / max(s.size(top - COARSE), np.finfo(float).tiny)
-    if growth > 1.02:
+    top, growth = max(s.found), _growth(s)
+    if growing(s):
         raise Contradiction(
             f"the output grows without bound: {growth:.4g} times from inputs of the size 2^{top - COARSE} to 2^{top}; "
             "that of a normalization stops growing"
@@ -136,8 +151,7 @@ def crossing(s: Scan) -> float | None:
     Where a constant rules, ``size(t) / size(top)`` is ``t / t*``. The smallest scale that can be measured tells t*.
     """
     top = s.size(max(s.found))
-    deeper = (-128, -256, -480) if s.f.roundoff < 2.0**-50 else ()
-    for k in (min(s.found), *deeper):
+    for k in smallest(s.f):
         low = min(j for j in {*s.found, k} if s.measurable(j))
         share = s.size(low) / top
         if share < 0.999:
@@ -152,7 +166,13 @@ def refine(s: Scan, octave: float) -> None:
         s.at(k)
 
 
-def observations(s: Scan) -> list[Observation]:
-    """Everything that a fit is made of: the scales of one direction, then the other directions."""
-    others = [Observation(p.x, p.odd, s.noise(p.plus, p.odd)) for p in s.pairs[1:]]
+def observations(s: Scan, start: float | None) -> list[Observation]:
+    """Everything that a fit is made of: the scales of one direction, then the other directions.
+
+    ``start`` is the octave at which eps takes over. Where it rules inputs of the scale 1, which then say nothing of the
+    spread, the other directions are measured above it too.
+    """
+    above = 2.0 ** (round(start) + FINE) if start is not None and start > -FINE else 0.0
+    large = [pair(s.f, above * p.x) for p in s.pairs[1:]] if above else []
+    others = [Observation(p.x, p.odd, s.noise(p.plus, p.odd)) for p in (*large, *s.pairs[1:])]
     return [*(s.found[k] for k in sorted(s.found)), *others]

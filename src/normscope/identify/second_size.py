@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from normscope.identify.bias import half_sums
 from normscope.identify.fit import Fit, fit
 from normscope.identify.partition import Factor, Partition, find_partition
 from normscope.identify.probing import Contradiction, Prober, direction, pair
@@ -43,12 +44,12 @@ def _ratio(
     f: Prober, longer: Partition, partition: Partition, one: Fit, start: float | None
 ) -> Second | None:
     pairs = [pair(f, direction(longer.shape, seed)) for seed in (10, 11, 12)]
-    s = Scan(f, pairs, pairs[0].even)
+    s = Scan(f, pairs, half_sums(f, pairs))
     s.at(0)
     for k in () if start is None else range(round(start) - 3, round(start) + 4):
         s.at(k)
     again = next(
-        found for found in fit(observations(s), longer, start, [one.shape]) if found.form == one.form
+        found for found in fit(observations(s, start), longer, start, [one.shape]) if found.form == one.form
     )
     kept = tuple(slice(0, n) for n in partition.shape)
     before, after = one.gain, again.gain[kept]
@@ -63,16 +64,20 @@ def _ratio(
     return Second((partition.set_size, longer.set_size), float(np.exp(middle)), error, longer.shape)
 
 
-def fixed_factors(f: Prober, partition: Partition) -> dict[int, str]:
+def fixed_factors(f: Prober, partition: Partition, start: float | None) -> dict[int, str]:
     """Of each factored axis, whether the number of blocks (``"outer"``) or their size (``"inner"``) stays when the axis
-    doubles; nothing where the callable takes no other size."""
+    doubles; nothing where the callable takes no other size.
+
+    ``start`` is the octave at which eps takes over: the sets show above it.
+    """
+    scale = 2.0 ** max(0, round(start or 0) + 4)
     found = {}
     for dim, factors in enumerate(partition.dims):
         blocks = len(partition.segments) if dim == partition.ragged else _blocks(factors)
         if blocks is None:
             continue
         shape = _with(partition.shape, dim, 2 * partition.shape[dim])
-        again = _partition_at(f, shape) if f.takes(shape) else None
+        again = _partition_at(f, shape, scale) if f.takes(shape) else None
         if again is None:
             continue
         now = len(again.segments) if dim == again.ragged else _blocks(again.dims[dim])
@@ -91,8 +96,8 @@ def _blocks(factors: Sequence[Factor]) -> int | None:
     return factors[0].size if len(factors) == 2 and factors[0].kept else None
 
 
-def _partition_at(f: Prober, shape: tuple[int, ...]) -> Partition | None:
-    pairs = [pair(f, direction(shape, seed)) for seed in (0, 1)]
+def _partition_at(f: Prober, shape: tuple[int, ...], scale: float) -> Partition | None:
+    pairs = [pair(f, scale * direction(shape, seed)) for seed in (0, 1)]
     quiet = Prober(f.box, f.roundoff)  # its conclusions are those of the first shape
     try:
         return find_partition(quiet, pairs)
