@@ -25,13 +25,16 @@ from normscope.errors import ModelError
 class Moments:
     """Count, mean and sum of squared deviations of each channel, float64.
 
+    ``count`` is a number where every channel has as many elements, else (under a mask) a tensor of the shape of
+    ``mean``. A channel without elements has mean 0 and changes nothing.
+
     >>> a, b = Moments.of(torch.tensor([[1.0], [2.0]]), (0,)), Moments.of(torch.tensor([[6.0]]), (0,))
     >>> both = a.merge(b)
     >>> both.count, both.mean.tolist(), both.variance(1).tolist()
     (3, [3.0], [7.0])
     """
 
-    count: int
+    count: int | Tensor
     """elements of a channel"""
     mean: Tensor
     m2: Tensor
@@ -42,8 +45,18 @@ class Moments:
         return cls(0, torch.zeros(*shape, dtype=torch.float64), torch.zeros(*shape, dtype=torch.float64))
 
     @classmethod
-    def of(cls, x: Tensor, over: Sequence[int]) -> Moments:
-        """Of one tensor over some of its axes, in two passes, on the CPU."""
+    def of(cls, x: Tensor, over: Sequence[int], mask: Tensor | None = None) -> Moments:
+        """Of one tensor over some of its axes, in two passes, on the CPU.
+
+        ``mask`` is boolean and broadcasts to ``x``: what stands where it is False, NaN included, takes no part.
+
+        >>> x = torch.tensor([[1.0, float("nan")], [3.0, 5.0]])
+        >>> found = Moments.of(x, (0,), ~x.isnan())
+        >>> found.count.tolist(), found.mean.tolist(), found.m2.tolist()
+        ([2.0, 1.0], [2.0, 5.0], [2.0, 0.0])
+        """
+        if mask is not None:
+            return cls._under(mask, x, over)
         kept = [axis for axis in range(x.ndim) if axis not in over]
         count = 1
         for axis in over:
@@ -55,16 +68,37 @@ class Moments:
         m2 = (x - mean).square().sum(tuple(over)) if over else torch.zeros_like(x)
         return cls(count, mean.reshape(m2.shape).cpu(), m2.cpu())
 
+    @classmethod
+    def _under(cls, mask: Tensor, x: Tensor, over: Sequence[int]) -> Moments:
+        mask = mask.expand(x.shape)
+        count = mask.sum(tuple(over), keepdim=True, dtype=torch.float64) if over else mask.double()
+        x = torch.where(mask, x.detach().double(), 0.0)
+        mean = (x.sum(tuple(over), keepdim=True) if over else x) / count.clamp(min=1)
+        away = torch.where(mask, x - mean, 0.0).square()
+        m2 = away.sum(tuple(over)) if over else away
+        return cls(count.reshape(m2.shape).cpu(), mean.reshape(m2.shape).cpu(), m2.cpu())
+
+    @property
+    def least(self) -> int:
+        """Elements of the channel that has the fewest."""
+        return int(self.count.min()) if isinstance(self.count, Tensor) else self.count
+
+    @property
+    def empty(self) -> bool:
+        """No channel has an element."""
+        return not (self.count.any() if isinstance(self.count, Tensor) else self.count)
+
     def merge(self, other: Moments) -> Moments:
         """Of all elements of both."""
-        if not other.count:
+        if other.empty:
             return self
-        if not self.count:
+        if self.empty:
             return other
         count = self.count + other.count
+        both = count.clamp(min=1) if isinstance(count, Tensor) else count
         apart = other.mean - self.mean
-        mean = self.mean + apart * (other.count / count)
-        m2 = self.m2 + other.m2 + apart.square() * (self.count * other.count / count)
+        mean = self.mean + apart * (other.count / both)
+        m2 = self.m2 + other.m2 + apart.square() * (self.count * other.count / both)
         return Moments(count, mean, m2)
 
     def variance(self, correction: float) -> Tensor:
@@ -125,7 +159,7 @@ class Ranks:
         if self.world == 1:
             return list(own)
         device = torch.device("cuda", torch.cuda.current_device()) if _wants_cuda() else torch.device("cpu")
-        flat = [torch.cat([m.mean.new_tensor([m.count]), m.mean.flatten(), m.m2.flatten()]) for m in own]
+        flat = [torch.cat([_counts(m), m.mean.flatten(), m.m2.flatten()]) for m in own]
         packed = torch.cat(flat).to(device)
         parts = [torch.empty_like(packed) for _ in range(self.world)]
         dist.all_gather(parts, packed)
@@ -140,6 +174,12 @@ def _wants_cuda() -> bool:
     return "nccl" in str(dist.get_backend())
 
 
+def _counts(moments: Moments) -> Tensor:
+    """One a channel; what a rank has counted as one number, another may have counted under a mask."""
+    return torch.as_tensor(moments.count, dtype=torch.float64).expand(moments.mean.shape).flatten()
+
+
 def _unpacked(piece: Tensor, shape: torch.Size) -> Moments:
-    mean, m2 = piece[1:].chunk(2)
-    return Moments(int(piece[0]), mean.reshape(shape), m2.reshape(shape))
+    counts, mean, m2 = (part.reshape(shape) for part in piece.chunk(3))
+    alike = bool((counts == counts.flatten()[0]).all())
+    return Moments(int(counts.flatten()[0]) if alike else counts, mean, m2)

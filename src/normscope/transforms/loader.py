@@ -18,6 +18,7 @@ from normscope.doctor import arguments
 from normscope.doctor.nested import named_inputs
 from normscope.doctor.refusals import unwrap
 from normscope.errors import BadInput, told
+from normscope.transforms.masks import Mask, Valid, resolved
 
 LABELS = ("labels", "label", "targets", "target")
 """keyword arguments that are left out where a forward can do without"""
@@ -34,6 +35,7 @@ class Loader:
             iterable of batches such as a DataLoader. Of a batch ``(inputs, labels)`` from a loader only what the
             forward requires is passed.
         inputs: what of a batch is the input, where that cannot be told: ``lambda batch: batch["image"]``.
+        mask: which elements of a batch count, in the forms of `masks.Mask`.
 
     >>> loader = Loader([(torch.ones(4, 3), torch.zeros(4)), (torch.ones(2, 3), torch.zeros(2))], nn.Linear(3, 1))
     >>> [args[0].shape[0] for args, kwargs in loader.calls()], loader.samples, loader.notes
@@ -43,9 +45,13 @@ class Loader:
     data: Any
     model: nn.Module
     inputs: Callable[[Any], Any] | None = None
+    mask: Mask = None
     samples: int = 0
     """of the last complete pass"""
     batches: int = 0
+    valid: int = 0
+    """elements of masks that are True, and of how many"""
+    masked: int = 0
     notes: list[str] = field(default_factory=list)
     _passes: int = 0
     _sum: int = 0
@@ -61,10 +67,16 @@ class Loader:
         return self._sum
 
     def calls(self) -> Iterator[Call]:
-        """One pass over the data.
+        """One pass over the data, see `masked_calls`."""
+        for args, kwargs, _ in self.masked_calls():
+            yield args, kwargs
+
+    def masked_calls(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Valid | None]]:
+        """One pass over the data, each batch with its mask.
 
         Raises:
-            BadInput: the data are no batches, cannot be told from labels, or cannot be run over again.
+            BadInput: the data are no batches, cannot be told from labels, or cannot be run over again; or a mask is no
+                mask.
         """
         if self._passes and not self.repeats:
             raise BadInput(
@@ -72,14 +84,22 @@ class Loader:
                 "list of batches or a DataLoader"
             )
         self._passes += 1
-        self.samples = self.batches = self._sum = 0
+        self.samples = self.batches = self.valid = self.masked = self._sum = 0
         for batch in self._batches():
             args, kwargs = arguments.moved(self._call(batch), self.model)
-            rows = arguments.validate(args, kwargs)
+            valid = resolved(self.mask, batch, self.batches, (args, kwargs), only=batch is self.data)
+            seen = (args, kwargs) if valid is None else valid.cleaned((args, kwargs))
+            rows = arguments.validate(*seen)
             self.samples += rows
             self.batches += 1
-            self._sum = (self._sum + _content(args, kwargs, rows)) % 2**BITS
-            yield args, kwargs
+            if valid is not None:
+                self.valid += int(valid.mask.sum())
+                self.masked += valid.mask.numel()
+                seen = seen[0], {**seen[1], "mask": valid.mask}
+            self._sum = (self._sum + _content(seen[0], seen[1], rows)) % 2**BITS
+            yield args, kwargs, valid
+        if isinstance(self.mask, (list, tuple)) and len(self.mask) != self.batches:
+            raise BadInput(f"mask holds {len(self.mask)} masks, and there are {self.batches} batches")
 
     def _batches(self) -> Iterator[Any]:
         if isinstance(self.data, (Tensor, np.ndarray, tuple, Mapping)):

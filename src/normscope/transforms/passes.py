@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from normscope.distributed import Moments, Ranks
 from normscope.doctor.refusals import unwrap
 from normscope.doctor.session import Session
 from normscope.errors import BadInput
+from normscope.reading import read
 from normscope.transforms.chosen import Chosen
 from normscope.transforms.collect import Collector, empty, statistics
 from normscope.transforms.loader import Loader
@@ -26,68 +27,74 @@ class Estimate:
     mean: Tensor
     var: Tensor
     counter: int
-    """batches, of which an instance norm keeps no count"""
+    """calls that moved it, of which an instance norm keeps no count"""
     elements: int
+    """of the channel that has the fewest"""
     counts: bool = True
 
     def write(self, module: Any) -> None:
         """Into the buffers that are there."""
-        module.running_mean.copy_(self.mean)
-        module.running_var.copy_(self.var)
-        if self.counts and getattr(module, "num_batches_tracked", None) is not None:
-            module.num_batches_tracked.fill_(self.counter)
+        held = read(module).tensors
+        held["running_mean"].copy_(self.mean)
+        held["running_var"].copy_(self.var)
+        if self.counts and "num_batches_tracked" in held:
+            held["num_batches_tracked"].fill_(self.counter)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Estimates by path, and why some norms have none."""
+
+    estimates: dict[str, Estimate]
+    order: list[str]
+    """of first calls"""
+    refused: dict[str, str]
+    """path -> why the mask has no place in its input"""
 
 
 Estimates = dict[str, Estimate]
-Result = tuple[Estimates, list[str]]
 
 
 def exact(model: nn.Module, sites: Sequence[Chosen], loader: Loader, ranks: Ranks) -> Result:
     """One pass by the batch; all that came into a norm, merged."""
-    found = _Totals(sites)
-    _together(ranks, loader, partial(_run, model, sites, loader, "batch", found.take))
-    return _estimates(sites, found, loader, ranks), _order(found, ranks)
+    found = _Totals()
+    _pass(model, sites, loader, ranks, "batch", found)
+    kept = [site for site in sites if site.path not in found.refused]
+    return Result(_estimates(kept, found, ranks), _order(found, ranks), found.refused)
 
 
 def layerwise(model: nn.Module, sites: Sequence[Chosen], loader: Loader, ranks: Ranks) -> Result:
     """One pass in eval a norm, in the order of the forward; each is written into ``model`` before the next."""
-    first = _Totals(sites)
-    _together(ranks, loader, partial(_run, model, sites, loader, "eval", first.take))
+    first = _Totals()
+    _pass(model, sites, loader, ranks, "eval", first)
     order = _order(first, ranks)
     by_path = {site.path: site for site in sites}
     modules = dict(unwrap(model).named_modules())
     estimates: Estimates = {}
+    refused = dict(first.refused)
     for path in order:
-        one = [by_path[path]]
-        found = first if path == order[0] else _Totals(one)
-        if found is not first:
-            _together(ranks, loader, partial(_run, model, one, loader, "eval", found.take))
-        estimates |= _estimates(one, found, loader, ranks)
+        if path in refused:
+            continue
+        one, found = [by_path[path]], first
+        if estimates:
+            found = _Totals()
+            _pass(model, one, loader, ranks, "eval", found)
+            refused |= found.refused
+            if path in refused:
+                continue
+        estimates |= _estimates(one, found, ranks)
         with torch.no_grad():
             estimates[path].write(modules[path])
-    return estimates, order
+    return Result(estimates, order, refused)
 
 
 def ema(model: nn.Module, sites: Sequence[Chosen], loader: Loader, ranks: Ranks) -> Result:
     """One pass by the batch; each call moves the stored statistics by the norm's momentum."""
     by_path = {site.path: site for site in sites}
-    estimates: Estimates = {}
-
-    def take(path: str, moments: Moments) -> None:
-        site = by_path[path]
-        old = estimates.get(path) or _stored(site)
-        mean, var = _statistics(site, moments)
-        rate = _momentum(site, old.counter + 1)
-        estimates[path] = Estimate(
-            (1 - rate) * old.mean + rate * mean,
-            (1 - rate) * old.var + rate * var,
-            old.counter + 1,
-            moments.count,
-            _counts(site),
-        )
-
-    _together(ranks, loader, partial(_run, model, sites, loader, "batch", take))
-    return estimates, list(estimates)
+    found = _Averages(by_path)
+    _pass(model, sites, loader, ranks, "batch", found)
+    kept = {path: one for path, one in found.of.items() if path not in found.refused}
+    return Result(kept, list(kept), found.refused)
 
 
 METHODS: dict[str, Callable[[nn.Module, Sequence[Chosen], Loader, Ranks], Result]] = {
@@ -100,37 +107,63 @@ METHODS: dict[str, Callable[[nn.Module, Sequence[Chosen], Loader, Ranks], Result
 class _Totals:
     """Moments of all calls of each norm so far; in the order of first calls."""
 
-    def __init__(self, sites: Sequence[Chosen]) -> None:
+    def __init__(self) -> None:
         self.of: dict[str, Moments] = {}
-        self._wanted = {site.path for site in sites}
+        self.calls: Counter[str] = Counter()
+        self.refused: dict[str, str] = {}
 
     def take(self, path: str, moments: Moments) -> None:
         held = self.of.get(path)
         self.of[path] = moments if held is None else held.merge(moments)
+        self.calls[path] += 1
 
 
-def _run(
+class _Averages:
+    """Exponential averages so far."""
+
+    def __init__(self, sites: Mapping[str, Chosen]) -> None:
+        self.of: dict[str, Estimate] = {}
+        self.refused: dict[str, str] = {}
+        self._sites = sites
+
+    def take(self, path: str, moments: Moments) -> None:
+        site = self._sites[path]
+        old = self.of.get(path) or _stored(site)
+        mean, var = statistics(moments, site)
+        rate = _momentum(site, old.counter + 1)
+        new_mean, new_var = ((1 - rate) * a + rate * b for a, b in ((old.mean, mean), (old.var, var)))
+        if isinstance(moments.count, Tensor):  # what no valid element came into stays
+            there = (moments.count > 0).reshape(-1, *mean.shape)[0]
+            new_mean, new_var = (
+                torch.where(there, a, b) for a, b in ((new_mean, old.mean), (new_var, old.var))
+            )
+        self.of[path] = Estimate(new_mean, new_var, old.counter + 1, moments.least, _counts(site))
+
+
+def _pass(
     model: nn.Module,
     sites: Sequence[Chosen],
     loader: Loader,
+    ranks: Ranks,
     mode: str,
-    take: Callable[[str, Moments], None],
+    found: _Totals | _Averages,
 ) -> None:
-    with Session(model) as session:
-        for args, kwargs in loader.calls():
-            session.forward(args, kwargs, mode=mode, watch=(Collector(session.model, sites, take),))
-
-
-def _together(ranks: Ranks, loader: Loader, work: Callable[[], None]) -> None:
-    """Do it on every rank, and stop on all where it fails on one."""
+    """One pass on every rank; all stop where it fails on one, and all leave what one has refused."""
     failure: BaseException | None = None
     try:
-        work()
+        with Session(model) as session:
+            for args, kwargs, valid in loader.masked_calls():
+                watch = Collector(
+                    session.model, sites, found.take, valid, refused=found.refused, by_batch=mode == "batch"
+                )
+                session.forward(args, kwargs, mode=mode, watch=(watch,))
     except Exception as error:
         failure = error
     ranks.agree(failure)
     if not sum(ranks.gathered(loader.samples)):
         raise BadInput("data held no batch; statistics of nothing would be NaN")
+    for refused in ranks.gathered(dict(found.refused)):
+        found.refused = refused | found.refused
 
 
 def _order(found: _Totals, ranks: Ranks) -> list[str]:
@@ -139,26 +172,14 @@ def _order(found: _Totals, ranks: Ranks) -> list[str]:
     return list(dict.fromkeys(path for order in orders for path in order))
 
 
-def _estimates(sites: Sequence[Chosen], found: _Totals, loader: Loader, ranks: Ranks) -> Estimates:
-    batches = sum(ranks.gathered(loader.batches))
-    own = [found.of.get(site.path) or _nothing(site) for site in sites]
-    estimates = {}
-    for site, moments in zip(sites, ranks.merged(own), strict=True):
-        if moments.count:
-            estimates[site.path] = Estimate(
-                *_statistics(site, moments), batches, moments.count, _counts(site)
-            )
-    return estimates
-
-
-def _nothing(site: Chosen) -> Moments:
-    assert site.reading is not None
-    return empty(site.reading)
-
-
-def _statistics(site: Chosen, moments: Moments) -> tuple[Tensor, Tensor]:
-    assert site.reading is not None
-    return statistics(moments, site.reading)
+def _estimates(sites: Sequence[Chosen], found: _Totals, ranks: Ranks) -> Estimates:
+    calls: Counter[str] = sum(ranks.gathered(found.calls), Counter())
+    own = [found.of.get(site.path) or empty(site) for site in sites]
+    return {
+        site.path: Estimate(*statistics(moments, site), calls[site.path], moments.least, _counts(site))
+        for site, moments in zip(sites, ranks.merged(own), strict=True)
+        if not moments.empty
+    }
 
 
 def _stored(site: Chosen) -> Estimate:

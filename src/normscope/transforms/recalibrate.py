@@ -20,6 +20,7 @@ from normscope.transforms.chosen import Chosen, Model, Select, chosen, copied, o
 from normscope.transforms.frozen import frozen_parts
 from normscope.transforms.held_out import HeldOut, Metric, compared
 from normscope.transforms.loader import Loader
+from normscope.transforms.masks import Mask
 from normscope.transforms.passes import METHODS, Estimate
 from normscope.transforms.report import SiteChange, TransformReport
 
@@ -67,7 +68,8 @@ class RecalibrationReport(TransformReport):
         lines = [super().__str__()]
         lines.append(
             f"  {known['method']}: {known['samples']} samples in {known['batches']} batches"
-            f"{'' if known['ranks'] == 1 else ' on {} ranks'.format(known['ranks'])}, no labels, "
+            f"{'' if known['ranks'] == 1 else ' on {} ranks'.format(known['ranks'])}, "
+            f"{'mask {} valid, '.format(known['valid']) if 'valid' in known else ''}no labels, "
             f"data {known['data'][:12]}, source {known['source'] or 'not declared'}, "
             f"selection {known['selection'] or 'not declared'}"
         )
@@ -92,6 +94,7 @@ def recalibrate(
     source: str = "",
     selection: str = "",
     inputs: Callable[[Any], Any] | None = None,
+    mask: Mask = None,
     select: Select = None,
     held_out: Any = None,
     metric: Metric | None = None,
@@ -108,10 +111,11 @@ def recalibrate(
     eval, which is what deployment computes: the cut into batches does not matter. One pass a norm.
     ``"ema"``: one pass as ``"exact"``, and the norm's own momentum from the statistics that it has, as training would.
 
-    The stored variance is m2 / (M - 1) over the M elements of a channel, as PyTorch's. Counters are set to the number
-    of batches (``"ema"``: raised by it). Nothing else of the model moves: no weights, no flags, no other buffers, no
-    random state; and where anything fails, nothing at all. Labels are not taken: of batches ``(inputs, labels)`` only
-    what the forward requires is passed on.
+    The stored variance is m2 / (M - 1) over the M elements of a channel, as PyTorch's. A norm that a forward calls
+    several times (at each time step, say) takes all its calls; one that stores statistics of each step (``t b c ... ->
+    t c``) gets those of each. Counters are set to the number of calls (``"ema"``: raised by it). Nothing else of the
+    model moves: no weights, no flags, no other buffers, no random state; and where anything fails, nothing at all.
+    Labels are not taken: of batches ``(inputs, labels)`` only what the forward requires is passed on.
 
     Under ``torch.distributed`` each rank gives its shard (batches may be uneven, a rank may have none), all ranks call
     together, and get the same bits.
@@ -121,6 +125,11 @@ def recalibrate(
         data: a tensor, tuple or dict (one batch), or an iterable of batches, such as a DataLoader.
         source: where the data come from, in words; ``selection``: by which rule they were chosen. Kept with the result.
         inputs: what of a batch goes into the model, where that cannot be told: ``lambda batch: batch["image"]``.
+        mask: which elements count, True where they do: the key of a batch that is a dict, a function of a batch, a
+            tensor where data are one batch, or a list with one a batch. Samples on axis 0, steps or positions, in their
+            order, on the others: (B,), (B, L), (B, H, W); or as many axes as a norm's input, broadcast to it. Only
+            valid elements enter statistics, with exact counts, and norms that normalize by the batch do so by its
+            valid elements. A norm whose input the mask does not fit is left, with the reason.
         select: which norms, as in `freeze`.
         held_out: inputs, in the forms of ``data``, on which outputs before and after are compared, in eval.
         metric: a function of a model that returns a number, larger is better, such as its accuracy on labelled data
@@ -136,8 +145,8 @@ def recalibrate(
         BadInput: data, method or select cannot be used, data are empty or hold NaN, or give statistics that are not
             finite.
         ModelError: another rank failed.
-        Refused: nothing stores statistics; ``"ema"`` over several ranks, whose result would depend on their order; or
-            SyncBatchNorm over several ranks by a method that runs it in training.
+        Refused: nothing stores statistics; the mask fits no norm; ``"ema"`` over several ranks, whose result would
+            depend on their order; or SyncBatchNorm over several ranks by a method that runs it in training.
         Whatever the model raises on the data.
 
     Wu and Johnson 2021, Rethinking "Batch" in BatchNorm, https://arxiv.org/abs/2105.07576, section 3. Nado et al. 2020,
@@ -155,11 +164,14 @@ def recalibrate(
     live = [site for site in sites if not faults[site.path]]
     ranks = Ranks.present() if distributed in (None, True) else Ranks()
     _refuse(model, live, sites, faults, method, ranks)
-    loader = Loader(data, model, inputs)
+    loader = Loader(data, model, inputs, mask)
     after = copied(model, "recalibrate")
-    estimates, order = METHODS[method](after, live, loader, ranks)
+    found = METHODS[method](after, live, loader, ranks)
+    estimates = found.estimates
+    faults |= found.refused
+    _refuse_unfit(live, found.refused)
     called = [site for site in live if site.path in estimates]
-    _refuse_values(called, estimates, order)
+    _refuse_values(called, estimates, found.order)
     provenance = _provenance(method, source, selection, loader, ranks, called)
     _apply(after, called, estimates, provenance)
     seen = None
@@ -196,6 +208,8 @@ def _fault(site: Chosen) -> str:
         return "stores no statistics"
     if site.reading.mode_eval != "running":
         return "normalizes by its input in evaluation too, so its buffers are not read"
+    if site.reading.spec.scale != "std":
+        return f"stores no mean and variance: its scale is {site.reading.spec.scale!r}"
     return ""
 
 
@@ -226,6 +240,12 @@ def _refuse(
         )
 
 
+def _refuse_unfit(live: list[Chosen], refused: dict[str, str]) -> None:
+    if len(refused) == len(live):
+        why = "; ".join(f"{site.name or 'the model itself'}: {refused[site.path]}" for site in live[:3])
+        raise Refused(f"the mask fits no norm, so nothing was recalibrated ({why})")
+
+
 def _refuse_values(called: list[Chosen], estimates: dict[str, Estimate], order: list[str]) -> None:
     for site in sorted(called, key=lambda s: order.index(s.path)):
         found = estimates[site.path]
@@ -234,6 +254,8 @@ def _refuse_values(called: list[Chosen], estimates: dict[str, Estimate], order: 
             why = (
                 "one element a channel"
                 if found.elements == 1
+                else "no valid element"
+                if not found.elements
                 else "NaN, infinity, or numbers beyond the dtype"
             )
             raise BadInput(
@@ -246,8 +268,8 @@ def _refuse_values(called: list[Chosen], estimates: dict[str, Estimate], order: 
 def _provenance(
     method: str, source: str, selection: str, loader: Loader, ranks: Ranks, called: list[Chosen]
 ) -> dict[str, Any]:
-    shards = ranks.gathered((loader.samples, loader.batches, loader.content))
-    samples, batches, content = (sum(values) for values in zip(*shards, strict=True))
+    shards = ranks.gathered((loader.samples, loader.batches, loader.valid, loader.masked, loader.content))
+    samples, batches, valid, masked, content = (sum(values) for values in zip(*shards, strict=True))
     fingerprint = hashlib.sha256(f"{samples} {content % 2**128}".encode()).hexdigest()
     return {
         "method": method,
@@ -257,6 +279,7 @@ def _provenance(
         "samples": samples,
         "batches": batches,
         "ranks": ranks.world,
+        **({"valid": f"{valid} of {masked}"} if masked else {}),
         "previous": {
             site.name: {
                 name: tensor.detach().double().tolist()
@@ -287,7 +310,8 @@ def _change(
     site: Chosen, fault: str, estimates: dict[str, Estimate], provenance: dict[str, Any]
 ) -> SiteChange:
     if not fault and site.path not in estimates:
-        fault = "is not called on these data"
+        masked = " or gets no valid element" if "valid" in provenance else ""
+        fault = f"is not called on these data{masked}"
     after = "" if fault else f"statistics of {provenance['samples']} samples"
     return SiteChange(site.name, site.type_name, after, fault, site.aliases)
 
@@ -295,7 +319,7 @@ def _change(
 def _shift(site: Chosen, new: Estimate) -> Shift:
     held = _tensors(site)
     mean, var = held["running_mean"].detach().double().cpu(), held["running_var"].detach().double().cpu()
-    eps = getattr(site.module, "eps", None) or 0.0
+    eps = site.reading.spec.eps or 0.0 if site.reading else 0.0
     ratio = (new.var + eps) / (var + eps)
     away = (new.mean - mean).abs() / (var + eps).sqrt()
     return Shift(site.name, float(away.max()), float(ratio.min()), float(ratio.max()))
