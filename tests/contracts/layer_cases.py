@@ -74,6 +74,7 @@ def reading_of(module: torch.nn.Module, case: LayerCase) -> Reading:
 
 
 BATCH, INSTANCE = "BatchNorm", "InstanceNorm"
+RENORM, GHOST = "BatchRenorm", "GhostBatchNorm"
 CASES = [
     LayerCase(f"{BATCH}1d", (6, 5), (5,)),
     LayerCase(f"{BATCH}1d", (4, 5, 3), (5, 1e-3, 0.3)),
@@ -82,6 +83,29 @@ CASES = [
     LayerCase(f"{BATCH}2d", (3, 5, 4, 2), (5,), {"affine": False}, id=f"{BATCH}2d-plain"),
     LayerCase(f"{BATCH}2d", (3, 5, 4, 2), (5,), {"track_running_stats": False}, id=f"{BATCH}2d-untracked"),
     LayerCase(f"{BATCH}3d", (2, 5, 3, 4, 2), (5,)),
+    LayerCase(f"{RENORM}1d", (6, 5), (5,), {"r_max": 1.5, "d_max": 0.5}),
+    LayerCase(f"{RENORM}1d", (4, 5, 3), (5, 1e-3, 0.3), {"averages": "variance", "r_max": 9.0, "d_max": 9.0}),
+    LayerCase(f"{RENORM}2d", (3, 5, 4, 2), (5,)),
+    LayerCase(
+        f"{RENORM}2d", (3, 5, 4, 2), (5, 1e-3, None, False), {"r_max": 2.0}, id=f"{RENORM}2d-cumulative"
+    ),
+    LayerCase(f"{RENORM}3d", (2, 5, 3, 4, 2), (5,), {"bias": False}),
+    LayerCase(f"{GHOST}1d", (6, 5), (5,), {"size": 2}),
+    LayerCase(
+        f"{GHOST}1d", (7, 5, 3), (5, 1e-3, 0.3), {"size": 3, "remainder": "short"}, id=f"{GHOST}1d-short"
+    ),
+    LayerCase(f"{GHOST}2d", (7, 5, 4, 2), (5,), {"number": 3, "remainder": "balanced"}),
+    LayerCase(
+        f"{GHOST}2d", (6, 5, 4, 2), (5, 1e-3, 0.3), {"size": 3, "updates": "once"}, id=f"{GHOST}2d-once"
+    ),
+    LayerCase(
+        f"{GHOST}3d",
+        (4, 5, 3, 4, 2),
+        (5, 1e-3, 0.3, False, False),
+        {"size": 2},
+        id=f"{GHOST}3d-untracked",
+        tensors=False,
+    ),
     LayerCase(f"{INSTANCE}1d", (3, 5, 6), (5,), {"affine": True}),
     LayerCase(f"{INSTANCE}1d", (5, 6), (5,), {"affine": True}, id=f"{INSTANCE}1d-unbatched"),
     LayerCase(f"{INSTANCE}2d", (3, 5, 4, 2), (5, 1e-3, 0.3, True, True), id=f"{INSTANCE}2d-tracked"),

@@ -30,8 +30,10 @@ FAMILIES: dict[str, tuple[NormSpec, tuple[int, ...]]] = {
     "batch_norm, cumulative": (families.batch_norm(momentum=None), (7, 6)),
     "batch_renorm": (families.batch_renorm(), (7, 6, 5)),
     "batch_renorm, clipped": (families.batch_renorm(1.1, 0.1), (7, 6, 5)),
+    "batch_renorm, denominators": (families.batch_renorm(averages="denominator"), (7, 6, 5)),
     "keras_batch_normalization": (families.keras_batch_normalization(), (7, 4, 6)),
     "ghost_batch_norm": (families.ghost_batch_norm(size=3), (9, 4, 5)),
+    "ghost_batch_norm, once": (families.ghost_batch_norm(size=3, updates="once"), (9, 4, 5)),
     "ghost_batch_norm, short": (families.ghost_batch_norm(size=5, remainder="short"), (13, 4, 3)),
     "ghost_batch_norm, balanced": (families.ghost_batch_norm(number=5, remainder="balanced"), (13, 4, 3)),
     "ghost_batch_norm, cumulative": (

@@ -81,7 +81,8 @@ def specs(draw: st.DrawFn, *, whitening: bool = True, state: bool = True) -> Nor
     )
     on_samples = ELLIPSIS in pattern.kept and spec.sample_group == (ELLIPSIS,)
     if state and not on_samples and draw(st.booleans()):
-        spec = spec.replace(running=draw(runnings(pattern.kept)))
+        roots = spec.scale == "std" and spec.eps_at == "variance"
+        spec = spec.replace(running=draw(runnings(pattern.kept, roots)))
     if pattern.has_ellipsis and draw(st.booleans()):
         low = draw(st.integers(pattern.min_ndim, pattern.min_ndim + 2))
         spec = spec.replace(ndim=(low, draw(st.none() | st.integers(low, low + 2))))
@@ -94,7 +95,7 @@ def casts() -> st.SearchStrategy[Cast]:
 
 
 @st.composite
-def runnings(draw: st.DrawFn, kept: tuple[str, ...]) -> Running:
+def runnings(draw: st.DrawFn, kept: tuple[str, ...], roots: bool) -> Running:
     limits = st.tuples(st.floats(1, allow_nan=False), st.floats(0, allow_nan=False))
     named = [name for name in kept if name != ELLIPSIS]
     over = draw(st.none() | st.lists(st.sampled_from(named), unique=True).map(" ".join)) if named else None
@@ -103,6 +104,7 @@ def runnings(draw: st.DrawFn, kept: tuple[str, ...]) -> Running:
         correction=draw(st.sampled_from([0, 1, 2.5])),
         over=over,
         renorm=draw(st.none() | limits),
+        averages=draw(st.sampled_from(["variance", "denominator"] if roots else ["variance"])),
     )
 
 

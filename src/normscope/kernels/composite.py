@@ -38,7 +38,8 @@ def normalize(
     running: RunningState | None = None,
     training: bool = True,
     mask: Tensor | None = None,
-    momentum: float | None = None,
+    momentum: float | Tensor | None = None,
+    limits: tuple[float | Tensor, float | Tensor] | None = None,
 ) -> Tensor:
     """Normalize as the specification says.
 
@@ -52,6 +53,8 @@ def normalize(
         mask: boolean, broadcastable to ``x``. Only True elements enter statistics, with exact counts; the output is 0
             elsewhere, and nothing that stands there, NaN included, reaches outputs or gradients.
         momentum: the update fraction, in place of the one that ``spec.running`` says.
+        limits: r_max and d_max of batch renormalization, in place of ``spec.running.renorm``; tensors where they follow
+            a counter.
 
     Returns a tensor of the shape and dtype of ``x``. Half types are computed in float32 unless ``spec.cast`` says else.
 
@@ -71,7 +74,7 @@ def normalize(
     if spec.whiten:
         value = whitening.by_batch(view, m.centered, m.count)
     else:
-        value = _by_batch(view, m, running)
+        value = _by_batch(view, m, running, limits)
     y = _finish(value, view, weight, bias)
     if spec.running is not None and running is not None:
         follow(running, view, m, spec.running.momentum if momentum is None else momentum)
@@ -158,18 +161,27 @@ def denominator(v: Tensor, eps: float, eps_at: str) -> Tensor:
     return root.masked_fill(still, eps if eps_at == "max" else max(eps, 0.0) ** 0.5)
 
 
-def _by_batch(view: Elementary, m: Moments, running: RunningState | None) -> Tensor:
+def _by_batch(
+    view: Elementary,
+    m: Moments,
+    running: RunningState | None,
+    limits: tuple[float | Tensor, float | Tensor] | None,
+) -> Tensor:
     spec = view.spec
     s = denominator(m.under_root(view), view.eps, spec.eps_at)
     value = (m.centered if spec.center else view.x) / s.to(view.x.dtype)
     if spec.running is not None and spec.running.renorm is not None:
-        r_max, d_max = spec.running.renorm
+        r_max, d_max = limits or spec.running.renorm
         mean, var = stored(view, running)
         sigma = denominator(var, view.eps, spec.eps_at)
-        r = (s.detach() / sigma).clamp(1 / r_max, r_max)
-        d = ((m.mean.detach() - mean) / sigma).clamp(-d_max, d_max)
+        r = _within(s.detach() / sigma, 1 / r_max, r_max)
+        d = _within((m.mean.detach() - mean) / sigma, -d_max, d_max)
         value = value * r.to(value.dtype) + d.to(value.dtype)
     return value
+
+
+def _within(value: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    return value.clamp(low, high)  # type: ignore[arg-type]  # two numbers or two tensors, never one of each
 
 
 def _by_state(view: Elementary, mean: Tensor, var: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def stored(view: Elementary, running: RunningState | None) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def follow(running: RunningState, view: Elementary, m: Moments, momentum: float | None) -> None:
+def follow(running: RunningState, view: Elementary, m: Moments, momentum: float | Tensor | None) -> None:
     """Move the stored statistics by one batch, in place; ``momentum`` None is 1 / (number of updates).
 
     Raises BadInput where a set has too few elements for the correction of the stored variance.
@@ -55,7 +55,7 @@ def follow(running: RunningState, view: Elementary, m: Moments, momentum: float 
     else:
         present, updates = None, [m.count > 0] * turns
 
-    fractions = []
+    fractions: list[float | Tensor] = []
     for update in updates:
         running.batches += update
         fractions.append((1 / max(running.batches, 1) if momentum is None else momentum) * update)
@@ -72,8 +72,17 @@ def follow(running: RunningState, view: Elementary, m: Moments, momentum: float 
     else:
         batch = (
             m.variance(view, float(spec.running.correction)) if spec.scale == "std" else m.under_root(view)
-        )
-        _move(var, batch.reshape(sizes), present, [*kept], lives, turn, fractions)
+        ).reshape(sizes)
+        if spec.running.averages == "variance":
+            _move(var, batch, present, [*kept], lives, turn, fractions)
+        else:
+            before = (var.to(batch.dtype) + view.eps).sqrt()
+            after = before.clone()
+            _move(after, (batch + view.eps).sqrt(), present, [*kept], lives, turn, fractions)
+            moved = (after.square() - view.eps).clamp(
+                min=0
+            )  # below 0 is rounding: no root is under sqrt(eps)
+            var.copy_(torch.where(after == before, var, moved))  # what did not move keeps its bits
 
 
 def _ones_for_erased(view: Elementary) -> list[int]:
@@ -92,7 +101,7 @@ def _move(
     dims: Sequence[str],
     lives: Sequence[str],
     turn: str | None,
-    fractions: Sequence[float],
+    fractions: Sequence[float | Tensor],
 ) -> None:
     """``batch`` has the axes ``dims``, then those of an entry that is a matrix; ``present`` (all: None) ``dims``."""
     entry = range(len(dims), batch.ndim)
@@ -110,7 +119,8 @@ def _move(
         mean = total / number.clamp(min=1)
     state = run.to(batch.dtype)
     for i, fraction in enumerate(fractions):
-        if fraction or number is not None:  # without elements there is nothing to follow, not even NaN
+        # without elements there is nothing to follow, not even NaN
+        if number is not None or isinstance(fraction, Tensor) or fraction:
             moved = (1 - fraction) * state + fraction * mean[i]
             state = moved if number is None else torch.where(number[i] > 0, moved, state)
     run.copy_(state)

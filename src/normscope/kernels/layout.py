@@ -147,6 +147,8 @@ def _unserved(spec: NormSpec, names: list[tuple[str, int]]) -> str:
         return "virtual batches of different sizes"
     if spec.running is not None and spec.running.renorm is not None:
         return "renormalization reads the stored statistics in training"
+    if spec.running is not None and spec.running.averages != "variance":
+        return "an average of denominators"
     if spec.source != "parameter":
         return "gain and bias come from the input"
     if not spec.center and spec.scale == "std":

@@ -22,6 +22,12 @@ _HOME = {
     "BatchNorm1d": "batch_norm",
     "BatchNorm2d": "batch_norm",
     "BatchNorm3d": "batch_norm",
+    "BatchRenorm1d": "batch_renorm",
+    "BatchRenorm2d": "batch_renorm",
+    "BatchRenorm3d": "batch_renorm",
+    "GhostBatchNorm1d": "ghost_batch_norm",
+    "GhostBatchNorm2d": "ghost_batch_norm",
+    "GhostBatchNorm3d": "ghost_batch_norm",
     "FrozenBatchNorm": "frozen_batch_norm",
     "InstanceNorm1d": "instance_norm",
     "InstanceNorm2d": "instance_norm",
@@ -39,8 +45,14 @@ if TYPE_CHECKING:
     from normscope.nn.batch_norm import BatchNorm1d as BatchNorm1d
     from normscope.nn.batch_norm import BatchNorm2d as BatchNorm2d
     from normscope.nn.batch_norm import BatchNorm3d as BatchNorm3d
+    from normscope.nn.batch_renorm import BatchRenorm1d as BatchRenorm1d
+    from normscope.nn.batch_renorm import BatchRenorm2d as BatchRenorm2d
+    from normscope.nn.batch_renorm import BatchRenorm3d as BatchRenorm3d
     from normscope.nn.channels_first_layer_norm import ChannelsFirstLayerNorm as ChannelsFirstLayerNorm
     from normscope.nn.frozen_batch_norm import FrozenBatchNorm as FrozenBatchNorm
+    from normscope.nn.ghost_batch_norm import GhostBatchNorm1d as GhostBatchNorm1d
+    from normscope.nn.ghost_batch_norm import GhostBatchNorm2d as GhostBatchNorm2d
+    from normscope.nn.ghost_batch_norm import GhostBatchNorm3d as GhostBatchNorm3d
     from normscope.nn.group_norm import GroupNorm as GroupNorm
     from normscope.nn.instance_norm import InstanceNorm1d as InstanceNorm1d
     from normscope.nn.instance_norm import InstanceNorm2d as InstanceNorm2d

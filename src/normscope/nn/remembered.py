@@ -16,6 +16,14 @@ _SHELF = SimpleNamespace()
 """specifications as attributes: what torch.compile finds by name it may hand on to functions that it does not enter"""
 
 
+def fixed(*values: Any) -> tuple[Any, ...]:
+    """The values, as constants to a compiler.
+
+    One that has met two layers leaves open the numbers that they differ in; keys of a dictionary it fixes.
+    """
+    return tuple([next(iter({value: None})) for value in values])
+
+
 def remembered(build: Callable[..., NormSpec]) -> Callable[..., NormSpec]:
     """Mark a function from plain values to a specification.
 
@@ -33,6 +41,8 @@ def remembered(build: Callable[..., NormSpec]) -> Callable[..., NormSpec]:
 
     @wraps(build)
     def specification(*values: Any) -> NormSpec:
-        return cast(NormSpec, getattr(_SHELF, shelved(*values))) if is_compiling() else kept(*values)
+        if not is_compiling():
+            return kept(*values)
+        return cast(NormSpec, getattr(_SHELF, shelved(*fixed(*values))))
 
     return specification

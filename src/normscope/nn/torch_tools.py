@@ -20,7 +20,7 @@ Proxy: Any = torch.fx.Proxy
 """what stands for a tensor while torch.fx traces; Any, because to a type checker no tensor can be one"""
 
 
-def leaf(layer: nn.Module, input: Any) -> Tensor:
+def leaf(layer: nn.Module, input: Any, **given: Any) -> Tensor:
     """The call of ``layer`` as one node of the graph that is being traced.
 
     Raises BadInput where the layer is all that is traced: a graph in it cannot call it.
@@ -33,7 +33,7 @@ def leaf(layer: nn.Module, input: Any) -> Tensor:
             f"torch.fx traces a model that has a {name} in it, as one call; got the {name} itself. "
             "Trace torch.nn.Sequential(layer)."
         )
-    return cast(Tensor, tracer.create_proxy("call_module", path, (input,), {}))
+    return cast(Tensor, tracer.create_proxy("call_module", path, (input,), given))
 
 
 def method(name: str, function: Any) -> Callable[..., Tensor]:

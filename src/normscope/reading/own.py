@@ -18,11 +18,14 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
     from torch.nn.modules.batchnorm import _NormBase
 
     import normscope.nn as own
+    from normscope.nn.batch_state import BatchState
 
     home = next((cls for cls in type(obj).__mro__ if getattr(own, cls.__name__, None) is cls), None)
     if home is None:
         return None
     refuse_overrides(obj, home)
+    if isinstance(obj, BatchState):
+        return _of_batches(obj, input_ndim)
     if isinstance(obj, _NormBase):  # batch and instance norm: what is stored and when it moves is torch's
         like = next(cls for cls in home.__mro__ if cls in kinds())
         return kinds()[like](obj, input_ndim)
@@ -33,10 +36,30 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
     return Reading(spec, qualified_name(type(obj)), tensors_of(obj), mode, mode, mode)
 
 
+def _of_batches(obj: Any, input_ndim: int | None) -> Reading:
+    """Layers that torch lacks, with torch's state: by the batch in training, by what is stored in evaluation."""
+    spec: NormSpec = obj.spec
+    check_ndim(obj, input_ndim, *spec.ndim or (2, None))
+    stored = obj.running_mean is not None
+    later = "running" if stored else "batch"
+    moves = stored and obj.track_running_stats
+    return Reading(
+        spec,
+        qualified_name(type(obj)),
+        tensors_of(obj),
+        "batch" if obj.training else later,
+        "batch",
+        later,
+        ("train",) if moves else (),
+    )
+
+
 READER = Reader(
     needs="normscope.nn",
     knows=(
         "normscope.nn.BatchNorm1d/2d/3d",
+        "normscope.nn.BatchRenorm1d/2d/3d",
+        "normscope.nn.GhostBatchNorm1d/2d/3d",
         "normscope.nn.InstanceNorm1d/2d/3d",
         "normscope.nn.LayerNorm",
         "normscope.nn.ChannelsFirstLayerNorm",

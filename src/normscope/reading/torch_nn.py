@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from normscope.spec import NormSpec
 
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-COMPUTES = ("__call__", "forward", "_apply_instance_norm", "_handle_no_batch_input", "_get_no_batch_dim", "_by_batch")
+COMPUTES = (
+    "__call__",
+    "forward",
+    "_apply_instance_norm",
+    "_handle_no_batch_input",
+    "_get_no_batch_dim",
+    "_by_batch",
+)
 
 
 def _read(obj: Any, input_ndim: int | None) -> Reading | None:

@@ -93,7 +93,8 @@ def update_running(running: Any, x: ArrayLike, spec: Any, mask: ArrayLike | None
 
     The stored variance is the sum of squares about the mean over M - correction (``Running.correction``: 1 in PyTorch,
     0 in ONNX, Keras and Flax). Sets that share an entry are averaged, as instance norm does over its samples; virtual
-    batches (``v``) update one after the other, in order. Sets without a valid element are left out.
+    batches (``v``) update one after the other, in order. Under ``Running.averages="denominator"`` it is sqrt(var + eps)
+    that is averaged, and its square less eps that is stored. Sets without a valid element are left out.
 
     Arguments:
         running: an object with ``mean``, ``var`` and ``batches``.
@@ -140,6 +141,10 @@ def update_running(running: Any, x: ArrayLike, spec: Any, mask: ArrayLike | None
         some = np.zeros(groups.size, dtype=np.bool_)
         some[kept.number(groups.names)] = present
         var = follow(state.var, _stored_matrices(inputs, m), groups, some)
+    elif spec.running.averages == "denominator":
+        root = np.sqrt(state.var + inputs.eps)
+        after = follow(root, np.sqrt(_stored_variance(inputs, m) + inputs.eps), kept, present)
+        var = np.where(after == root, state.var, np.maximum(after**2 - inputs.eps, 0.0))
     else:
         var = follow(state.var, _stored_variance(inputs, m), kept, present)
     mean, var = mean.reshape(np.shape(running.mean)), var.reshape(np.shape(running.var))

@@ -79,11 +79,14 @@ class Running:
             with r = denominator / running denominator clipped to [1 / r_max, r_max] and d = (mean - running
             mean) / running denominator clipped to [-d_max, d_max] (Ioffe 2017, eq. 3 to 5). ``math.inf``
             clips nothing.
+        averages: ``"variance"``, or ``"denominator"``: sqrt(var + eps) follows those of the batches, and what is
+            stored is its square less eps, so that it reads as any other variance (Ioffe 2017, algorithm 1, averages
+            standard deviations).
 
     Raises SpecError where a value is none of these.
 
     >>> Running(momentum=None)
-    Running(momentum=None, correction=1, average='cumulative', over=None, renorm=None)
+    Running(momentum=None, correction=1, average='cumulative', over=None, renorm=None, averages='variance')
     """
 
     momentum: float | None = 0.1
@@ -91,6 +94,7 @@ class Running:
     average: str = "ema"
     over: str | None = None
     renorm: tuple[float, float] | None = None
+    averages: str = "variance"
 
     def __post_init__(self) -> None:
         require(
@@ -127,6 +131,12 @@ class Running:
                 "(1, 0) is plain batch norm, (3, 5) the limits of the paper, math.inf clips nothing.",
             )
             object.__setattr__(self, "renorm", limits)
+        require(
+            self.averages in ("variance", "denominator"),
+            "averages is 'variance' or 'denominator'",
+            self.averages,
+            "Batch renormalization as published averages denominators; PyTorch, Keras and Flax average variances.",
+        )
 
 
 @dataclass(frozen=True)

@@ -380,7 +380,7 @@ class _Comparison:
             self.reasons.append(f"renorm {mine.renorm} against {other.renorm}")
         differ = [
             f"{name} {getattr(mine, name)} against {getattr(other, name)}"
-            for name in ("momentum", "correction")
+            for name in ("momentum", "correction", "averages")
             if getattr(mine, name) != getattr(other, name)
         ]
         if self.a.whiten_state != self.b.whiten_state:

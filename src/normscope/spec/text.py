@@ -106,6 +106,8 @@ def _running_clause(running: Running) -> str:
         parts.append(f"over {running.over}" if running.over else "over nothing")
     if running.renorm is not None:
         parts.append("renorm " + " ".join(_number(limit) for limit in running.renorm))
+    if running.averages != "variance":
+        parts.append(f"averages the {running.averages}")
     return ", ".join(parts)
 
 
@@ -157,6 +159,7 @@ def _running(match: re.Match[str]) -> dict[str, Any]:
             correction=_parse_correction(match[3]),
             over=None if match[5] is None else "" if match[5] == "nothing" else match[5],
             renorm=(_parse_number(match[6]), _parse_number(match[7])) if match[6] else None,
+            averages=match[8] or "variance",
         )
     }
 
@@ -176,7 +179,8 @@ _CLAUSES: list[tuple[str, Any]] = [
     (r"weight and bias from an input", lambda m: {"source": "input"}),
     (rf"gain {_NUM}", lambda m: {"gain": _parse_number(m[1])}),
     (
-        rf"running (cumulative|momentum {_NUM}), {_CORR}(?:, over {_AXES})?(?:, renorm {_NUM} {_NUM})?",
+        rf"running (cumulative|momentum {_NUM}), {_CORR}(?:, over {_AXES})?(?:, renorm {_NUM} {_NUM})?"
+        r"(?:, averages the (denominator))?",
         _running,
     ),
     (r"stored whitening matrix", lambda m: {"whiten_state": "whitening"}),

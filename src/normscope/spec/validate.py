@@ -212,6 +212,12 @@ def _running(spec: NormSpec) -> None:
         spec.running,
         "Write Running() for the usual one.",
     )
+    require(
+        spec.running.averages == "variance" or (spec.scale == "std" and spec.eps_at == "variance"),
+        "running.averages='denominator' is of sqrt(variance + eps): scale 'std' with eps_at 'variance'",
+        (spec.scale, spec.eps_at),
+        "Leave running.averages at 'variance'.",
+    )
     kept = spec.pattern.kept
     try:
         over = tokenize(spec.running_axes)

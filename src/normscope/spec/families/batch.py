@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from normscope.spec.families.layers import Rank
 from normscope.spec.normspec import NormSpec
-from normscope.spec.parts import Running
+from normscope.spec.parts import Running, require
 
 
 def ghost_batch_norm(
@@ -17,25 +17,34 @@ def ghost_batch_norm(
     weight: bool = True,
     bias: bool = True,
     running: bool = True,
+    updates: str = "each",
+    ndim: Rank | None = None,
 ) -> NormSpec:
     """Ghost batch norm: batch norm within virtual batches of consecutive samples.
 
     Give either their ``size`` or their ``number``: they differ at another batch size. ``remainder`` is
     ``"error"``, ``"short"`` (33 = 32 + 1) or ``"balanced"`` (33 = 17 + 16). Shapes: x (B, C, ...), parameters
-    and state (C,); the state moves once per virtual batch, in order. Source: Hoffer, Hubara and Soudry 2017.
+    and state (C,). With ``updates="each"`` the state moves once per virtual batch, in order, as in the source; with
+    ``"once"`` it moves once per batch, by the mean of what the virtual batches have.
+    Source: Hoffer, Hubara and Soudry 2017, algorithm 1.
 
     >>> ghost_batch_norm(size=32, remainder="balanced").bind((33, 3, 8)).segments
     (17, 16)
     """
-    sizes = {name: value for name, value in (("b", size), ("v", number)) if value is not None}
+    require(updates in ("each", "once"), "updates is 'each' or 'once'", updates, "The paper's is 'each'.")
+    virtual = (
+        "v" if updates == "each" else "k"
+    )  # state moves along v in turn, and is averaged along other axes
+    sizes = {name: value for name, value in (("b", size), (virtual, number)) if value is not None}
     return NormSpec(
-        "(v b) c ... -> v c",
+        f"({virtual} b) c ... -> {virtual} c",
+        ndim=ndim,
         sizes=sizes,
         remainder=remainder,
         weight="c" if weight else None,
         bias="c" if bias else None,
         eps=eps,
-        running=Running(momentum=momentum) if running else None,
+        running=Running(momentum=momentum, over="c" if updates == "once" else None) if running else None,
     )
 
 
@@ -48,13 +57,14 @@ def batch_renorm(
     weight: bool = True,
     bias: bool = True,
     ndim: Rank | None = (2, None),
+    averages: str = "variance",
 ) -> NormSpec:
     """Batch renormalization: batch norm corrected towards the stored statistics, so that training reads state.
 
     y = weight * (r (x - mean) / s + d) + bias with s = sqrt(var + eps), S the same of the stored variance,
     r = s / S clipped to [1 / r_max, r_max] and d = (mean - stored mean) / S clipped to [-d_max, d_max], both
-    without gradient. Shapes as `batch_norm`. The stored variance is averaged here, not the stored standard
-    deviation.
+    without gradient. Shapes as `batch_norm`. ``averages`` is ``"variance"`` (stored with M / (M - 1), as PyTorch does
+    for batch norm) or ``"denominator"`` (s, without that factor: the paper's).
     Source: Ioffe 2017, algorithm 1; 3 and 5 are the limits its schedule ends at, 1 and 0 are batch norm.
 
     >>> batch_renorm().properties().training_reads_state
@@ -66,7 +76,12 @@ def batch_renorm(
         weight="c" if weight else None,
         bias="c" if bias else None,
         eps=eps,
-        running=Running(momentum=momentum, renorm=(r_max, d_max)),
+        running=Running(
+            momentum=momentum,
+            correction=1 if averages == "variance" else 0,
+            renorm=(r_max, d_max),
+            averages=averages,
+        ),
     )
 
 

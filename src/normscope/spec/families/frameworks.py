@@ -34,7 +34,7 @@ def keras_batch_normalization(
     for it.
 
     >>> keras_batch_normalization(scale=False).running
-    Running(momentum=0.01, correction=0, average='ema', over=None, renorm=None)
+    Running(momentum=0.01, correction=0, average='ema', over=None, renorm=None, averages='variance')
     """
     return batch_norm(
         eps=epsilon,
@@ -124,7 +124,7 @@ def onnx_batch_normalization(*, momentum: float = 0.9, epsilon: float = 1e-5) ->
     """ONNX BatchNormalization: eps 1e-5, decay 0.9 (update fraction 0.1), biased running variance.
 
     >>> onnx_batch_normalization().running
-    Running(momentum=0.1, correction=0, average='ema', over=None, renorm=None)
+    Running(momentum=0.1, correction=0, average='ema', over=None, renorm=None, averages='variance')
     """
     return batch_norm(eps=epsilon, momentum=update_fraction(momentum), running_correction=0)
 
