@@ -14,6 +14,7 @@ from torch import nn
 
 import normscope as ns
 from normscope.errors import BadInput, BadTarget, MissingExtra
+from normscope.reading import UnknownNormalization
 from normscope.targets import onnx_run, resolve
 from normscope.targets.onnx_model import OnnxModel
 
@@ -158,6 +159,30 @@ def test_a_graph_in_training_mode():
     assert (finding.code, finding.site, finding.evidence["mode_in_eval"]) == (
         "NS802", "/1/BatchNormalization", "batch",
     )  # fmt: skip
+
+
+def test_what_is_said_of_a_node_of_a_graph():
+    """It is no module: nothing is said of train() and eval(), nor of calling it."""
+    model = OnnxModel(trained_export())
+    found = {f.code: f for f in ns.check(model, images(4), select=["NS802", "NS202"]).findings}
+    told, beside = found["NS802"], found["NS202"]
+    assert told.message.startswith(
+        "this batch norm (onnx.BatchNormalization, a node of a graph) is written down in training mode: whoever runs "
+        "the graph, it normalizes by the batch; other samples of the batch change its output by "
+    )
+    assert told.fix == (
+        "call model.eval() before tracing, scripting or exporting, and export again; or set training_mode of this node "
+        "to 0, which leaves it one output"
+    )
+    assert beside.fix == "export the graph again from the model in eval mode, with running statistics"
+    with pytest.raises(UnknownNormalization) as error:
+        ns.verify.run_layer(model)
+    assert str(error.value) == (
+        "no norm of normscope.targets.onnx_model.OnnxModel can be verified: /1/BatchNormalization "
+        "(onnx.BatchNormalization), /4/InstanceNormalization (onnx nodes (group norm)), /7/LayerNormalization "
+        "(onnx.LayerNormalization): not verifiable: because it is a node of a graph that another runtime runs, and no "
+        "module to call on inputs of its own. normscope check measures it on the inputs of its graph"
+    )
 
 
 def test_silent_on_instance_norms_and_eval_exports():

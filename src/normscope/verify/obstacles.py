@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
+from normscope.doctor.graph_norm import GraphNorm
 from normscope.errors import told
 from normscope.verify.declared import Declaration
 from normscope.verify.float64 import numpy
@@ -30,6 +31,11 @@ def obstacle(module: nn.Module, declaration: Declaration | None = None) -> str:
 
 
 def _reason(module: nn.Module, declaration: Declaration | None) -> str:
+    if isinstance(module, GraphNorm):
+        return (
+            "it is a node of a graph that another runtime runs, and no module to call on inputs of its own. normscope "
+            "check measures it on the inputs of its graph"
+        )
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         return "it is on the meta device, where tensors hold no numbers. Materialize it first: to_empty, then load"
     subject = Subject(module, "", declaration)

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from normscope.doctor.describe import describe
+from normscope.doctor.graph_norm import GraphNorm
 from normscope.doctor.report import SiteRow
+from normscope.doctor.wording import listed
 from normscope.reading import UnknownNormalization, read, readers
 from normscope.reading.base import qualified_name
 
@@ -52,9 +54,13 @@ def blocked(
     model: nn.Module, reasons: dict[str, str], missed: tuple[Unverified, ...]
 ) -> tuple[Unverified, ...]:
     """``missed``, and the norms at the paths of ``reasons``, which can be read but not verified."""
-    named = ((path, qualified_name(type(model.get_submodule(path)))) for path in reasons)
+    named = ((path, _type_name(model.get_submodule(path))) for path in reasons)
     items = [Unverified(path or name, name, reasons[path]) for path, name in named]
     return tuple(sorted([*missed, *items], key=lambda item: item.site))
+
+
+def _type_name(module: nn.Module) -> str:
+    return module.original_name if isinstance(module, GraphNorm) else qualified_name(type(module))
 
 
 def _paths(site: str) -> Iterator[str]:
@@ -70,7 +76,9 @@ def _called(model: nn.Module, inputs: Any) -> Iterator[Unverified]:
         why = f"the model raised {type(error).__name__} on its inputs, so only its modules were searched: {error}"
         yield Unverified("calls inside the forward", qualified_name(type(model)), why)
         return
-    yield from (Unverified(row.name, row.type_name, _why(row)) for row in rows if row.kind != "module")
+    yield from (
+        Unverified(row.name, row.type_name, _why(row)) for row in rows if row.kind not in ("module", "node")
+    )
 
 
 def _why(row: SiteRow) -> str:
@@ -121,7 +129,10 @@ def nothing_to_verify(model: nn.Module, missed: tuple[Unverified, ...]) -> Unkno
         alone = not any(True for _ in model.children())
         if alone or not missed:
             return UnknownNormalization(f"{error} {HOW}" if alone else str(error), invalid=error.invalid)
-    named = "; ".join(f"{item.site} ({item.type_name}): {item.why}" for item in missed)
+    by: dict[str, list[str]] = {}
+    for item in missed:
+        by.setdefault(item.why, []).append(f"{item.site} ({item.type_name})")
+    named = "; ".join(f"{listed(sites)}: {why}" for why, sites in by.items())
     name = qualified_name(type(model))
     if [item.site for item in missed] == [name]:
         return UnknownNormalization(f"{name} is {missed[0].why}")

@@ -79,7 +79,9 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
     if not math.isfinite(strength + (output or 0.0)):
         yield NotRun("NS202", "outputs hold NaN or infinities, so their change has no size (see NS406)")
     elif found:
-        yield _at_site(found[0][1], strength, found[0][2].mode, output)
+        name = found[0][1]
+        node = any(site.kind == "node" and site.name == name for site in subject.sites)
+        yield _at_site(name, strength, found[0][2].mode, output, node)
     elif output:
         yield Finding(
             code="NS202",
@@ -118,7 +120,7 @@ def _left_in_train(subject: Subject, measured: Companions | None) -> Iterator[Fi
         )
 
 
-def _at_site(name: str, strength: float, mode: str, output: float | None) -> Finding:
+def _at_site(name: str, strength: float, mode: str, output: float | None, node: bool) -> Finding:
     evidence: dict[str, float | str] = {"strength": strength, "mode_in_eval": mode}
     if output is not None:
         evidence["strength_at_output"] = output
@@ -132,5 +134,7 @@ def _at_site(name: str, strength: float, mode: str, output: float | None) -> Fin
         f"samples{reaches}{uses}.",
         mode="eval",
         evidence=evidence,
-        fix="keep running statistics and use them in eval (track_running_stats=True, training=self.training)",
+        fix="export the graph again from the model in eval mode, with running statistics"
+        if node
+        else "keep running statistics and use them in eval (track_running_stats=True, training=self.training)",
     )

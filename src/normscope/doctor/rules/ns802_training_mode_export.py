@@ -31,7 +31,8 @@ print(report)
 ```
 
 ## Fix
-Call `model.eval()` before tracing, scripting or exporting, and export again.
+Call `model.eval()` before tracing, scripting or exporting, and export again. In an ONNX file the node's attribute
+`training_mode` may be set to 0 instead; it then has one output.
 
 ## References
 - The documentation of `torch.jit.trace`: it records the mode the module is in.
@@ -65,13 +66,18 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
 
 def _finding(subject: Subject, site: Site) -> Finding:
     effect, told = effect_in_eval(subject, site)
+    node = site.kind == "node"
+    what = f"{site.type_name}, a node of a graph" if node else site.type_name
+    when = "whoever runs the graph, it" if node else "after model.eval() it still"
+    fix = "call model.eval() before tracing, scripting or exporting, and export again"
+    if node:
+        fix += "; or set training_mode of this node to 0, which leaves it one output"
     return Finding(
         code="NS802",
         site=site.name,
         severity="warning",
-        message=f"this batch norm ({site.type_name}) is written down in training mode: after model.eval() it still "
-        f"normalizes by the batch{told}.",
+        message=f"this batch norm ({what}) is written down in training mode: {when} normalizes by the batch{told}.",
         evidence={"mode_in_train": site.mode_train, "mode_in_eval": "batch", **effect},
-        fix="call model.eval() before tracing, scripting or exporting, and export again",
+        fix=fix,
         mode="eval",
     )
