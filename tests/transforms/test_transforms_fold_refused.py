@@ -312,7 +312,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(BadInput) as caught:
         fold(model, X, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
     assert str(caught.value) == (
-        "an optimizer holds the parameters of this model, and without inplace=True a copy is folded: pass both, or "
+        "an optimizer holds the parameters of this model, and without inplace=True a copy is changed: pass both, or "
         "make a new optimizer for the result"
     )
     with pytest.raises(ModelError, match="the model fails on the sample: RuntimeError: "):

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from normscope.doctor import arguments
@@ -14,6 +15,7 @@ from normscope.doctor.session import Session
 from normscope.errors import BadInput
 from normscope.reading import Reading, read
 from normscope.reading.base import qualified_name
+from normscope.transforms import optimizers
 from normscope.transforms.chosen import Chosen, Model, Select, chosen, copied, one_of
 from normscope.transforms.conversions import KINDS, Old, make
 from normscope.transforms.report import SiteChange, TransformReport
@@ -49,6 +51,7 @@ def convert(
     groups: int | None = None,
     select: Select = None,
     sample: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
     inplace: bool = False,
     dry_run: bool = False,
 ) -> tuple[Model, ConvertReport]:
@@ -67,14 +70,16 @@ def convert(
         model: any module that holds the norms; one that is itself a norm is returned as another.
         select: which norms, as in `freeze`.
         sample: an input as for `normscope.check`; it shows the shapes that come into norms, which some need.
+        optimizer: with ``inplace``: gains and biases that became buffers (``"frozen"``) leave its groups with their
+            state; all others stay in place. New ones (of what was frozen) join none, which the report says.
         inplace: change ``model`` itself, not a deep copy. dry_run: change nothing; return ``model`` and the plan.
 
     Returns the model and a report that lists which properties change (the axes of the statistics, what is removed,
     whether samples are coupled, what is stored, modes). It is never verified: there is nothing that stays the same.
 
     Raises:
-        BadInput: another word, ``groups`` below 1 or for another kind, ``select`` names nothing, or ``inplace`` where
-            the model itself is the norm.
+        BadInput: another word, ``groups`` below 1 or for another kind, ``select`` names nothing, ``inplace`` where the
+            model itself is the norm, or an optimizer without ``inplace`` or of another model.
 
     Wu and He 2018, Group Normalization, https://arxiv.org/abs/1803.08494, section 4 (32 groups).
 
@@ -84,6 +89,7 @@ def convert(
     (32, ('statistics', 'b c ... -> c', 'b (g c) ... -> b g'))
     """
     arguments.module(model)
+    optimizers.checked(optimizer, model, inplace=inplace)
     one_of("to", to, KINDS)
     if groups is not None:
         if to != "group":
@@ -106,6 +112,11 @@ def convert(
             made[modules[site.path]] = new
             rows += _differences(site.reading, read(new))
     notes = _notes(to, sites, made, modules)
+    before = optimizers.named(model)
+    subject = _replaced(subject, made)
+    notes += optimizers.told(optimizer, before, optimizers.named(subject))
+    if optimizer is not None and not dry_run:
+        optimizers.follow(optimizer, before, subject)
     report = ConvertReport(
         "convert",
         tuple(changes),
@@ -113,7 +124,7 @@ def convert(
         dry_run=dry_run,
         properties=tuple(dict.fromkeys(rows)),
     )
-    return (model, report) if dry_run else (_replaced(subject, made), report)
+    return (model if dry_run else subject), report
 
 
 def _made(to: str, site: Chosen, old: Old) -> nn.Module | str:

@@ -12,8 +12,9 @@ from normscope.doctor.refusals import Refused, unwrap
 from normscope.doctor.session import is_training
 from normscope.doctor.wording import listed
 from normscope.errors import BadInput, ModelError, told
-from normscope.transforms.folding.carry_out import fold_into, remap
-from normscope.transforms.folding.checking import Call, check, copied
+from normscope.transforms import optimizers
+from normscope.transforms.folding.carry_out import fold_into
+from normscope.transforms.folding.checking import Call, Checked, check, copied
 from normscope.transforms.folding.holdings import separate
 from normscope.transforms.folding.plan import Stays, Step, plan
 from normscope.transforms.folding.report import Folded, FoldReport, folded
@@ -91,11 +92,7 @@ def fold(
     (Identity(), ('0',), ('0.bias',), 0)
     """
     arguments.module(model)
-    if optimizer is not None and not inplace:
-        raise BadInput(
-            "an optimizer holds the parameters of this model, and without inplace=True a copy is folded: pass both, or "
-            "make a new optimizer for the result"
-        )
+    optimizers.checked(optimizer, model, inplace=inplace)
     given = unwrap(model)
     _refuse_training(given)
     if sample is None:
@@ -113,7 +110,7 @@ def fold(
         "fold",
         tuple(map(_change, result.planned)),
         result.agreements,
-        (*result.notes, *_notes(steps, copies, optimizer)),
+        (*result.notes, *_notes(steps, copies), *_of_optimizer(optimizer, given, result)),
         dry_run=dry_run,
         folds=tuple(map(folded, steps)),
         removed_keys=tuple(key for key in before if key not in after),
@@ -123,10 +120,10 @@ def fold(
         return model, report
     if not inplace:
         return result.model, report
-    parameters = list(given.parameters())
+    parameters = optimizers.named(given)
     made = fold_into(given, steps, copies)
     if optimizer is not None:
-        remap(optimizer, given, parameters, made)
+        optimizers.follow(optimizer, parameters, given, made)
     return model, report
 
 
@@ -179,12 +176,17 @@ def _change(one: Step | Stays) -> SiteChange:
     return SiteChange(one.site, one.before, "", one.obstacle.reason, one.aliases)
 
 
-def _notes(steps: list[Step], copies: tuple[str, ...], optimizer: torch.optim.Optimizer | None) -> list[str]:
+def _notes(steps: list[Step], copies: tuple[str, ...]) -> list[str]:
     notes = [step.remark for step in steps if step.remark]
     if copies:
         notes.append(f"no longer shared, copied so that it could fold: {listed(copies, 8)}")
-    if optimizer is not None and steps:
-        notes.append(
-            "the optimizer still remembers the folded weights at their old scale (momentum, second moments)"
-        )
     return notes
+
+
+def _of_optimizer(optimizer: optimizers.Optimizer, given: nn.Module, result: Checked) -> list[str]:
+    if optimizer is None or result.model is given:
+        return []
+    return [
+        *optimizers.told(optimizer, optimizers.named(given), optimizers.named(result.model), result.made),
+        "the optimizer still remembers the folded weights at their old scale (momentum, second moments)",
+    ]

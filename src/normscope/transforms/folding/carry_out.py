@@ -46,21 +46,6 @@ def fold_into(model: nn.Module, steps: Sequence[Step], copies: Iterable[str] = (
     return made
 
 
-def remap(
-    optimizer: torch.optim.Optimizer, model: nn.Module, gone: Iterable[Tensor], made: dict[str, str]
-) -> None:
-    """Parameters that left the model leave the optimizer with their state; a new bias joins its weight's group."""
-    held = {id(parameter) for parameter in model.parameters()}
-    dropped = {id(tensor) for tensor in gone} - held
-    new = {id(_held(model, weight)): _held(model, bias) for bias, weight in made.items()}
-    for group in optimizer.param_groups:
-        biases = [new[id(p)] for p in group["params"] if id(p) in new]
-        for parameter in group["params"]:
-            if id(parameter) in dropped:
-                optimizer.state.pop(parameter, None)
-        group["params"] = [p for p in group["params"] if id(p) not in dropped] + biases
-
-
 def _load(model: nn.Module, one: LinearMap, values: Values) -> None:
     for name in (one.weight, one.bias) if one.has_bias else (one.weight,):
         if name not in values:

@@ -39,6 +39,8 @@ class Checked:
     planned: list[Step | Stays]
     agreements: tuple[Agreement, ...]
     notes: tuple[str, ...]
+    made: dict[str, str]
+    """names of biases that had to be made, each with that of its weight"""
 
 
 def check(model: Model, planned: Sequence[Step | Stays], copies: Sequence[str], call: Call) -> Checked:
@@ -49,31 +51,31 @@ def check(model: Model, planned: Sequence[Step | Stays], copies: Sequence[str], 
     planned = list(planned)
     while steps := [one for one in planned if isinstance(one, Step)]:
         try:
-            after, agreements, notes = _tried(model, steps, copies, call)
+            after, made, agreements, notes = _tried(model, steps, copies, call)
         except Deviation as error:
             blamed, why = _blamed(model, steps, copies, call, error)
             undone = Stays(blamed.site, blamed.before, Obstacle(_measured(why)))
             planned = [undone if one is blamed else one for one in planned]
         else:
-            return Checked(after, planned, agreements, notes)
-    return Checked(model, planned, (), ())
+            return Checked(after, planned, agreements, notes, made)
+    return Checked(model, planned, (), (), {})
 
 
 def _tried(
     model: Model, steps: Sequence[Step], copies: Sequence[str], call: Call
-) -> tuple[Model, tuple[Agreement, ...], tuple[str, ...]]:
-    """A folded copy, and how it compares; raises Deviation."""
+) -> tuple[Model, dict[str, str], tuple[Agreement, ...], tuple[str, ...]]:
+    """A folded copy, the biases made in it, and how it compares; raises Deviation."""
     witnesses = {step.witness: None for step in steps}
     exact, doubts = _in_float64(unwrap(model), steps, copies, call, witnesses)
     after = copied(model)
-    fold_into(unwrap(after), steps, copies)
+    made = fold_into(unwrap(after), steps, copies)
     own, notes = compare(unwrap(model), unwrap(after), witnesses, *call, modes=EVAL, half_units=HALF_UNITS)
     if not own:
         raise Refused(
             "the model returns no floating point tensor, so a fold cannot be checked: fold the part of it that returns "
             "scores"
         )
-    return after, exact + own, tuple(dict.fromkeys((*doubts, *notes)))
+    return after, made, exact + own, tuple(dict.fromkeys((*doubts, *notes)))
 
 
 def _blamed(
