@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def named(option: str, file: Path) -> Path:
+def named(option: str, file: Path, suffix: str = ".safetensors") -> Path:
     """The file, where one can be written; nothing is left there.
 
     Raises:
-        BadInput: it is no ``.safetensors`` file, its folder does not exist, or it cannot be written.
+        BadInput: it is no file of that suffix, its folder does not exist, or it cannot be written.
     """
-    if file.suffix != ".safetensors":
-        raise BadInput(f"{option} {file}: name a .safetensors file, which is what is written")
+    if file.suffix != suffix:
+        raise BadInput(f"{option} {file}: name a {suffix} file, which is what is written")
     folder = file.resolve().parent
     if file.is_dir() or not folder.is_dir():
         what = "it is a folder" if file.is_dir() else f"the folder {folder} does not exist"

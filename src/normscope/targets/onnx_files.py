@@ -60,6 +60,7 @@ def _graph(model: ModelProto, folder: Path | None, name: str) -> Graph:
         raise BadTarget(f"{name} is no ONNX model: it has no graph with {lacks}")
     with readable(name):
         graph = Graph(inlined(model), folder=folder)
+        graph.wrote_functions_out = bool(model.functions)
         for tensor in graph.stored.values():
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 place_of(tensor, folder)

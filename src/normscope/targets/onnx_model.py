@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,12 @@ import torch
 
 from normscope.doctor.graph_norm import GraphNorm
 from normscope.errors import BadInput, BadTarget, NormscopeError
+from normscope.reading.graphs.graph import Graph, sizes
 from normscope.reading.graphs.norms import NodeNorm, node_norms
 from normscope.targets import Loaded
 from normscope.targets.onnx_files import name_of, read_graph, readable
 from normscope.targets.onnx_neighbours import Neighbours
-from normscope.targets.onnx_run import looker
+from normscope.targets.onnx_run import batches, looker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,8 +65,8 @@ class OnnxModel(torch.nn.Module):
     CPU, several times where its values do not fit into 256 MiB at once, and hands each child its input and output.
 
     Args:
-        source: path of an ``.onnx`` file, or an ``onnx.ModelProto``. Weights in other files are read only from the
-            file's own folder, and only those of normalizations.
+        source: path of an ``.onnx`` file, an ``onnx.ModelProto``, or a `Graph`. Weights in other files are read only
+            from the file's own folder, and only those of normalizations.
 
     Shapes and dtypes of the forward are those of the graph; inputs are passed in its order, or by name.
 
@@ -84,10 +86,10 @@ class OnnxModel(torch.nn.Module):
         (1e-06, torch.Size([1, 3]))
     """
 
-    def __init__(self, source: str | Path | ModelProto) -> None:
+    def __init__(self, source: str | Path | ModelProto | Graph) -> None:
         super().__init__()
-        graph = read_graph(source)
-        with readable(name_of(source)):
+        graph = source if isinstance(source, Graph) else read_graph(source)
+        with readable("the graph" if isinstance(source, Graph) else name_of(source)):
             norms = node_norms(graph)
             neighbours = Neighbours(graph, norms)
             for norm in norms:  # names of nodes hold dots, which add_module refuses
@@ -97,10 +99,16 @@ class OnnxModel(torch.nn.Module):
         self.output_names = tuple(graph.outputs)
         self._groups = tuple((norm.name, norm.input, norm.output) for norm in norms if norm.reachable)
         self._look = looker(graph.model, graph.folder)
+        self._held: Callable[[], Graph] = lambda: graph  # like the session, no part of the state
         self.eval()
 
+    @property
+    def graph(self) -> Graph:
+        """The graph, its local functions written out; ``graph.model`` is the ``onnx.ModelProto``."""
+        return self._held()
+
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        given = {name: _array(tensor) for name, tensor in self._named(args, kwargs).items()}
+        given = self.arrays(args, kwargs)
         outputs: tuple[torch.Tensor, ...] | None = None
         left = list(self._groups)
         for seen in self._look(given, [group[1:] for group in self._groups]):
@@ -113,19 +121,54 @@ class OnnxModel(torch.nn.Module):
         assert outputs is not None
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def example(self) -> dict[str, torch.Tensor] | None:
-        """Random input as the graph declares it, two samples where their number is open; None where more is open."""
+    def example(self, size: int | None = None) -> dict[str, torch.Tensor] | None:
+        """Random input as the graph declares it, two samples where their number is open; ``size`` wherever else a size
+        is open, None without it."""
         generator = torch.Generator().manual_seed(0)
         found = {}
-        for name, size, dtype in self._example or ():
+        for name, declared, dtype in self._example or ():
+            if size is None and None in declared[1:]:
+                return None
+            sizes = tuple(s or (size if i and size else SAMPLES) for i, s in enumerate(declared))
             real = dtype.is_floating_point
             numbers = (
-                torch.randn(size, generator=generator)
+                torch.randn(sizes, generator=generator)
                 if real
-                else torch.randint(2, size, generator=generator)
+                else torch.randint(2, sizes, generator=generator)
             )
             found[name] = numbers.to(dtype)
         return found or None
+
+    def arrays(
+        self, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, torch.Tensor]
+    ) -> dict[str, NDArray[Any]]:
+        """Inputs as ONNX Runtime takes them, by name.
+
+        Raises:
+            BadInput: they do not fit.
+        """
+        return {name: _array(tensor) for name, tensor in self._named(args, dict(kwargs)).items()}
+
+    def values(self, given: Mapping[str, NDArray[Any]], names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Values of the main graph by name, and its outputs, in one run on ``given``."""
+        (seen,) = self._look(given, [names])
+        return {name: _tensor(seen[name]) for name in (*self.output_names, *names)}
+
+    def portions(self, given: Mapping[str, NDArray[Any]], names: Sequence[str]) -> list[list[str]]:
+        """``names`` in portions whose values fit into 256 MiB; one at least."""
+        known = sizes(self.graph.model, {name: array.shape for name, array in given.items()})
+        return list(batches([(name,) for name in names], known))
+
+    def save(self, file: str | Path) -> None:
+        """Write the graph: whole, or not at all. Weights beside it are copied to ``FILE.data``.
+
+        Raises:
+            BadInput: the graph's own weights lie there, or the graph is too large for one file.
+            BadTarget: weights beside the graph are gone or broken.
+        """
+        from normscope.targets.onnx_saving import write
+
+        write(self.graph.model, self.graph.folder, Path(file))
 
     def _named(
         self, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
@@ -151,7 +194,8 @@ def _child(norm: NodeNorm, neighbours: Neighbours) -> GraphNorm:
     )
 
 
-def _example(graph: Any) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...] | None:
+def _example(graph: Any) -> tuple[tuple[str, tuple[int | None, ...], torch.dtype], ...] | None:
+    """Name, sizes (None where one is open) and type of each input; None where even their number is."""
     import onnx
 
     found = []
@@ -165,9 +209,9 @@ def _example(graph: Any) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
             ).dtype
         except (KeyError, TypeError):
             return None
-        if size is None or any(s is None or s < 1 for s in size[1:]):
+        if size is None:
             return None
-        found.append((value.name, tuple(s or SAMPLES for s in size), dtype))
+        found.append((value.name, tuple(s if s and s > 0 else None for s in size), dtype))
     return tuple(found)
 
 

@@ -42,7 +42,7 @@ def looker(model: ModelProto, folder: Path | None) -> Look:
 
     def look(given: Arrays, groups: Sequence[Sequence[str]]) -> Iterator[Arrays]:
         known = sizes(model, {name: array.shape for name, array in given.items()})
-        for names in _batches(groups, known):
+        for names in batches(groups, known):
             run = session(tuple(name for name in names if name not in given and name not in stored))
             wanted = [output.name for output in run.get_outputs()]
             try:
@@ -76,12 +76,12 @@ def _session(model: ModelProto, names: Sequence[str], folder: Path | None) -> An
         )
     except Exception as error:
         raise ModelError(
-            f"ONNX Runtime {onnxruntime.__version__} does not load this graph: {told(error)}. Without --data its "
-            "normalizations are read all the same"
+            f"ONNX Runtime {onnxruntime.__version__} does not load this graph: {told(error)}. Its "
+            "normalizations can still be read: normscope check without --data"
         ) from error
 
 
-def _batches(
+def batches(
     groups: Sequence[Sequence[str]], known: Mapping[str, tuple[int | None, ...]]
 ) -> Iterator[list[str]]:
     """Groups together as long as they fit the budget; at least one batch, of the graph's outputs."""

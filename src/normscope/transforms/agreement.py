@@ -130,9 +130,9 @@ def _agreement(
 ) -> Agreement:
     word = str(dtype).removeprefix("torch.")
     if truth is None:
-        return Agreement(mode, word, _distance(new, old), allowed)
-    error = _distance(old, truth)
-    return Agreement(mode, word, _distance(new, old), max(allowed, 2 * error), error, _distance(new, truth))
+        return Agreement(mode, word, distance(new, old), allowed)
+    error = distance(old, truth)
+    return Agreement(mode, word, distance(new, old), max(allowed, 2 * error), error, distance(new, truth))
 
 
 def _outputs(model: nn.Module, call: Call, mode: str) -> list[Tensor]:
@@ -187,7 +187,7 @@ def _dtype(model: nn.Module, outputs: list[Tensor]) -> torch.dtype:
     return max(held, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _distance(one: list[Tensor], other: list[Tensor]) -> float:
+def distance(one: list[Tensor], other: list[Tensor]) -> float:
     """The largest difference of two tensors, in units of the largest finite value of the second; over all pairs."""
     if len(one) != len(other):
         return float("inf")
@@ -258,8 +258,8 @@ def _first(
     truth = old if exact is None else _recorded(exact, calls[1], mode, specs)
     worst = (-1.0, "")
     for (path, one), (_, two), (_, true) in zip(old, new, truth, strict=False):
-        off = _distance(two, true)
-        if not off <= max(allowed, 2 * _distance(one, true)):
+        off = distance(two, true)
+        if not off <= max(allowed, 2 * distance(one, true)):
             return path
         worst = max(worst, (off, path))
     return worst[1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -18,16 +19,21 @@ from normscope.transforms.folding.checking import Call, Checked, check, copied
 from normscope.transforms.folding.holdings import separate
 from normscope.transforms.folding.plan import Stays, Step, plan
 from normscope.transforms.folding.report import Folded, FoldReport, folded
+from normscope.transforms.onnx_folding.fold import fold_graph
 from normscope.transforms.report import SiteChange
+
+if TYPE_CHECKING:
+    from normscope.targets.onnx_model import OnnxModel
 
 __all__ = ["FoldReport", "Folded", "fold"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@overload
 def fold(
-    model: Model,
-    sample: Any,
+    model: str | Path,
+    sample: Any = None,
     *,
     inplace: bool = False,
     dry_run: bool = False,
@@ -35,7 +41,34 @@ def fold(
     clone_shared: bool = False,
     gains: bool = True,
     center: bool = False,
-) -> tuple[Model, FoldReport]:
+) -> tuple[OnnxModel, FoldReport]: ...
+
+
+@overload
+def fold(
+    model: Model,
+    sample: Any = None,
+    *,
+    inplace: bool = False,
+    dry_run: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    clone_shared: bool = False,
+    gains: bool = True,
+    center: bool = False,
+) -> tuple[Model, FoldReport]: ...
+
+
+def fold(
+    model: Any,
+    sample: Any = None,
+    *,
+    inplace: bool = False,
+    dry_run: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    clone_shared: bool = False,
+    gains: bool = True,
+    center: bool = False,
+) -> tuple[Any, FoldReport]:
     """Fold normalizations into the linear layers and convolutions beside them.
 
         batch norm, frozen batch norm, any norm by stored statistics, y = a x + b:
@@ -59,10 +92,14 @@ def fold(
     The result is checked on the sample: in float64 (a copy), and in the model's own dtype against float64. A norm whose
     fold does not hold is undone, and left with what was measured.
 
+    An ONNX graph folds into a new one, compared in ONNX Runtime (`normscope.transforms.onnx_folding.fold`): only what
+    is a scale by stored statistics, also where it is written as Mul and Add behind a layer.
+
     Args:
-        model: a module in evaluation mode.
+        model: a module in evaluation mode; a `normscope.OnnxModel` or the path of an ``.onnx`` file.
         sample: an input as for `normscope.check`: a tensor for ``model(x)``, a tuple for ``model(*args)``, a dict for
-            ``model(**kwargs)``. Needs memory for up to five copies of the model.
+            ``model(**kwargs)``. Needs memory for up to five copies of the model. A graph is also compared without one,
+            on random input of the sizes it declares.
         inplace: change ``model`` itself; by default a deep copy is changed and returned.
         dry_run: change nothing, return ``model`` and what would be done, as it was checked on a copy.
         optimizer: with ``inplace``: parameters that are gone leave its groups, new biases join those of their weights.
@@ -91,6 +128,17 @@ def fold(
     >>> folded[1], report.folds[0].into, report.added_keys, len(report.left)
     (Identity(), ('0',), ('0.bias',), 0)
     """
+    from normscope.targets.onnx_model import OnnxModel  # a floor above, and all that is special of a graph
+
+    if isinstance(model, (str, Path, OnnxModel)):
+        moot = {"inplace=True": inplace, "optimizer": optimizer is not None, "center=True": center}
+        return fold_graph(
+            model,
+            sample,
+            dry_run=dry_run,
+            clone_shared=clone_shared,
+            moot=[k for k, on in moot.items() if on],
+        )
     arguments.module(model)
     optimizers.checked(optimizer, model, inplace=inplace)
     given = unwrap(model)

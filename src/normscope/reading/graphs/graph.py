@@ -54,13 +54,14 @@ class Graph:
         self._readers: dict[str, list[NodeProto]] = {}
         for node in self.nodes:
             self._producers.update((name, node) for name in node.output if name)
-            for name in dict.fromkeys((*node.input, *_captured(node))):
+            for name in dict.fromkeys((*node.input, *captured(node))):
                 self._readers.setdefault(name, []).append(node)
         _refuse_circles(self.nodes)
         self.inputs = [value.name for value in self.proto.input if value.name not in self.stored]
         self.outputs = [value.name for value in self.proto.output]
         self._constants = Constants(self.stored, self._producers, self.shapes, folder)
         self.folder = folder
+        self.wrote_functions_out = False
 
     def producer(self, name: str) -> NodeProto | None:
         return self._producers.get(name)
@@ -150,7 +151,7 @@ def inlined(model: ModelProto) -> ModelProto:
 def _refuse_circles(nodes: Sequence[NodeProto]) -> None:
     """Every walk through a graph relies on its end."""
     makers = {name: i for i, node in enumerate(nodes) for name in node.output if name}
-    needs = [{makers[name] for name in (*node.input, *_captured(node)) if name in makers} for node in nodes]
+    needs = [{makers[name] for name in (*node.input, *captured(node)) if name in makers} for node in nodes]
     readers: list[list[int]] = [[] for _ in nodes]
     for i, needed in enumerate(needs):
         for maker in needed:
@@ -169,13 +170,13 @@ def _refuse_circles(nodes: Sequence[NodeProto]) -> None:
         )
 
 
-def _captured(node: NodeProto) -> Iterator[str]:
+def captured(node: NodeProto) -> Iterator[str]:
     """Values that the bodies of a node may read from around it."""
     for entry in node.attribute:
         for graph in (*([entry.g] if entry.HasField("g") else []), *entry.graphs):
             for inner in graph.node:
                 yield from inner.input
-                yield from _captured(inner)
+                yield from captured(inner)
             yield from (value.name for value in graph.output)
 
 

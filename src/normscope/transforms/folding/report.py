@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from math import log2
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from normscope.doctor.wording import listed, number, plural
 from normscope.transforms.report import TransformReport
 
 if TYPE_CHECKING:
-    from normscope.transforms.folding.plan import Step
+    from torch import Tensor
+
+    from normscope.transforms.folding.linear_map import LinearMap
 
 WIDE = 10.0
 """growth from which the report warns: more than three of the eight bits of per-tensor quantization are lost"""
@@ -65,7 +67,24 @@ class FoldReport(TransformReport):
         return "\n".join([*lines, *(f"  {note}" for note in _spread(self.folds))])
 
 
-def folded(step: Step) -> Folded:
+class FoldedStep(Protocol):
+    """A step of a plan, for a module or a graph."""
+
+    @property
+    def site(self) -> str: ...
+    @property
+    def maps(self) -> tuple[LinearMap, ...]: ...
+    @property
+    def where(self) -> str: ...
+    @property
+    def scale(self) -> Tensor: ...
+    @property
+    def zero_variance(self) -> int: ...
+    @property
+    def centered(self) -> LinearMap | None: ...
+
+
+def folded(step: FoldedStep) -> Folded:
     """Scale growth of one step."""
     sizes = step.scale.abs()
     some = sizes[sizes > 0]
