@@ -69,7 +69,8 @@ def holds(c: Comparison, a: Any, b: Any, exact: float = ROUNDING) -> Counterexam
 def test_layer_norm_is_group_norm_of_one_group_without_affine() -> None:
     c = ns.compare(nn.LayerNorm((6, 5, 5), elementwise_affine=False), nn.GroupNorm(1, 6, affine=False))
     assert (c.same, c.differences, c.counterexample) == (True, (), None)
-    assert c.modes == {"train": True, "eval": True}
+    assert c.modes == {"train": True, "eval": True, "bfloat16": True, "float16": True}
+    assert c.dtypes == {"float64": True, "bfloat16": True, "float16": True}
 
 
 def test_layer_norm_is_not_group_norm_of_one_group_with_affine() -> None:
@@ -145,7 +146,8 @@ def test_momentum_of_two_modules() -> None:
     a, b = nn.BatchNorm2d(3), nn.BatchNorm2d(3, momentum=0.01)
     c = ns.compare(a, b)
     shown = holds(c, a, b)
-    assert c.modes == {"train": True, "eval": True, "update": False}
+    halves = dict.fromkeys(("bfloat16", "float16", "bfloat16 in training"), True)
+    assert c.modes == {"train": True, "eval": True, "update": False, **halves}
     assert [(d.field, d.a, d.b) for d in c.differences] == [("running.momentum", "0.1", "0.01")]
     assert shown.quantity in ("running_mean", "running_var")
 
@@ -155,7 +157,7 @@ def test_the_order_of_casts_of_llama_and_gemma_shows_in_bfloat16() -> None:
     gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma").GemmaRMSNorm(16)
     c = ns.compare(llama, gemma)
     shown = holds(c, llama, gemma, exact=0.0)
-    assert c.modes == {"train": True, "eval": True, "bfloat16": False}
+    assert c.modes == {"train": True, "eval": True, "bfloat16": False, "float16": False}
     found = named(c)
     assert (found["cast.weight"].a, found["cast.weight"].b) == ("after", "before")
     assert (found["weight_offset"].mode, found["weight_offset"].b) == ("parameters", "1")

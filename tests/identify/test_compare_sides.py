@@ -62,7 +62,7 @@ def test_a_module_written_by_hand_with_names_of_its_own() -> None:
     assert c.same is False
     assert {d.field for d in c.differences} == {"eps_at", "correction", "eps"}
     same = ns.compare(a, families.layer_norm().replace(correction=1, eps=1e-6, eps_at="std"), (4, 8))
-    assert same.modes == {"train": True, "eval": True}
+    assert same.modes == {"train": True, "eval": True, "bfloat16": True, "float16": True}
     assert same.same is True
 
 
@@ -112,7 +112,7 @@ def test_a_fixed_map_is_compared_in_evaluation_alone() -> None:
         return nn.functional.batch_norm(x, stored.running_mean, stored.running_var)
 
     c = ns.compare(deployed, stored, torch.randn(5, 4))
-    assert c.modes == {"eval": True}
+    assert c.modes == {"eval": True, "bfloat16": True, "float16": True}
     assert "one is a fixed map, as a norm in evaluation is: only evaluation is compared" in c.notes
 
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from normscope.errors import NormscopeError
-from normscope.identify.compare_fields import differences, value_differences
+from normscope.errors import NormscopeError, told
 from normscope.identify.compare_gap import Gap, gap
+from normscope.identify.compare_half import HalfGap, as_defined, differ, difference, on_the_grid, rounded
 from normscope.identify.compare_inputs import CENTERED, inputs_for
 from normscope.identify.compare_layout import Layout, as_first_reads, read_layout
 from normscope.identify.compare_pair import two_sides
-from normscope.identify.compare_precision import both_fixed, in_one_precision, precision_notes
-from normscope.identify.compare_result import WORDS, Comparison, Counterexample, Difference
+from normscope.identify.compare_precision import in_one_precision, precision
+from normscope.identify.compare_result import HALVES, WORDS, Comparison, Counterexample, Difference
 from normscope.identify.compare_search import shrunk
-from normscope.identify.compare_sides import Side
+from normscope.identify.compare_sides import Side, SpecSide
 from normscope.identify.compare_values import carried, free_values
+from normscope.identify.compare_verdict import Both, by_field, decided
 from normscope.identify.repeats import global_generators_kept
-from normscope.spec import NormSpec, Sameness
+from normscope.spec import NormSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,9 +31,13 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
     Values = Mapping[str, Array]
     Pair = tuple[Values | None, Values | None]
+    Trial = Callable[[tuple[int, ...], str], Pair]
+    """shape, mode -> values for both"""
 
 KEEP = 0.5
 """of the largest difference that a smaller counterexample must show"""
+BY_WEIGHT = (("train", "eval"), ("update",), *((mode,) for mode in HALVES))
+"""modes in the order in which a counterexample is looked for"""
 
 
 def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -> Comparison:
@@ -40,8 +45,9 @@ def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -
 
     Decided from the specifications (read, given, or identified) and confirmed on real evaluations of both, in training
     and in evaluation apart: with the values they hold, and where both can take other values, with other values too, as
-    layers are functions of their parameters. The update of stored statistics and, for modules and specifications,
-    the output in bfloat16 (where the order of casts shows) are compared as well. Nothing handed in is changed.
+    layers are functions of their parameters. The update of stored statistics is compared as well, and, of modules and
+    of functions of tensors, the output in bfloat16 and float16, where it shows which arithmetic rounds on its way. (Two
+    specifications are run there only where their casts differ.) Nothing handed in is changed.
 
     Arguments:
         a, b: a `NormSpec`, a torch module, or any callable that `identify` takes (a function of one array or tensor, a
@@ -78,7 +84,7 @@ class _Seen:
     mode: str
     input: str
     x: Array
-    trial: Callable[[tuple[int, ...]], Pair]
+    trial: Trial
     gap: Gap
 
 
@@ -96,20 +102,21 @@ class _Comparing:
         """evaluations that both sides made, by mode"""
 
     def result(self) -> Comparison:
-        tried = self._modes()
-        seen = [*self._seen(tried)]
-        modes: dict[str, bool | None] = {}
-        for mode in tried:
-            modes[mode] = not any(found.mode == mode for found in seen) if self.tried.get(mode) else None
-            if modes[mode] is None:
+        seen = [*self._seen(modes := self._modes())]
+        if not any(found.mode in ("train", "eval") for found in seen):
+            halves = self._half_modes(modes)
+            seen += self._seen(halves)
+            modes += halves
+        answers: dict[str, bool | None] = {}
+        for mode in modes:
+            answers[mode] = not any(found.mode == mode for found in seen) if self.tried.get(mode) else None
+            if answers[mode] is None:
                 self.notes.append(f"the {WORDS[mode]} was not compared: one of them raises")
-        if not all(modes.get(mode, True) for mode in ("train", "eval")):
-            modes.pop("bfloat16", None)
-            seen = [found for found in seen if found.mode != "bfloat16"]
-        named = self._differences(tried)
-        same = self._decided(modes, named)
+        named = self._differences(answers, seen)
+        same, why = decided(self._both, answers, named, sum(self.tried.values()))
+        self.notes += why
         shown = self._counterexample(seen)
-        largest = {m: max(f.gap.size for f in seen if f.mode == m) for m in modes if modes[m] is False}
+        largest = {m: max(f.gap.size for f in seen if f.mode == m) for m in modes if answers[m] is False}
         if shown is not None:  # a small input may show more than those that it was made of
             largest[shown.mode] = max(largest[shown.mode], shown.difference)
         return Comparison(
@@ -118,12 +125,17 @@ class _Comparing:
             same,
             differences=tuple(sorted(named, key=lambda d: (d.mode == "parameters", -_number(d.size)))),
             counterexample=shown,
-            modes=modes,
+            modes=answers,
             largest=largest,
             spec_a=self.a.spec,
             spec_b=self.b.spec,
             notes=tuple(self.notes),
+            precision=precision(self.a, self.b),
         )
+
+    @property
+    def _both(self) -> Both:
+        return Both(self.a, self.b, self.spec_a, self.spec_b, self.shape)
 
     # -- evaluations -----------------------------------------------------------------------------------------------
 
@@ -134,8 +146,6 @@ class _Comparing:
         modes = ["train", "eval"]
         if self._has_state(self.a) and self._has_state(self.b):
             modes.append("update")
-        if self._in_half():
-            modes.append("bfloat16")
         return modes
 
     @staticmethod
@@ -144,32 +154,43 @@ class _Comparing:
             side.spec is not None and side.spec.running is not None and not side.spec.whiten and side.settable
         )
 
-    def _in_half(self) -> bool:
-        """Where the specifications say that casts differ: kernels of one convention round differently in half types
-        too, which makes them no other function."""
-        if self.spec_a is None or self.spec_b is None or _casts(self.spec_a) == _casts(self.spec_b):
-            return False
-        x = np.random.default_rng(0).standard_normal(self.shape)
-        values = next(iter(self._trials()))(self.shape)
-        try:
-            one, two = self.a.half(x, values[0]), self.b.half(self.order.forth(x), values[1])
-        except (NormscopeError, ValueError, RuntimeError, ArithmeticError):
-            one = two = None
-        if one is None or two is None:
+    def _half_modes(self, modes: Sequence[str]) -> list[str]:
+        """The modes of half precision in which both run."""
+        specs = [spec for spec in (self.spec_a, self.spec_b) if spec is not None]
+        by_cast = len({_casts(spec) for spec in specs}) == 2
+        if not by_cast and isinstance(self.a, SpecSide) and isinstance(self.b, SpecSide):
+            return []
+        stateless = len(specs) == 2 and all(spec.running is None for spec in specs)
+        x, found = np.random.default_rng(0).standard_normal(self.shape), []
+        values = next(iter(self._trials()))(self.shape, "bfloat16")
+        for mode, half in HALVES.items():
+            if half.training and (stateless or "train" not in modes):
+                continue
+            ran = []
+            for side, given, held in zip((self.a, self.b), (x, self.order.forth(x)), values, strict=True):
+                try:
+                    ran.append(side.half(given, mode, held) is not None)
+                except (NormscopeError, ValueError, RuntimeError, ArithmeticError) as error:
+                    said = told(error.__cause__ or error)
+                    self.notes.append(f"not compared in {half.dtype}, where {side.name} raises {said}")
+                    ran.append(False)
+            if all(ran):
+                found.append(mode)
+        if by_cast and "bfloat16" not in found:
             self.notes.append("their casts differ, and one of them was not run in bfloat16, where that shows")
-        return one is not None and two is not None
+        return found
 
-    def _trials(self) -> Iterator[Callable[[tuple[int, ...]], Pair]]:
+    def _trials(self) -> Iterator[Trial]:
         """With the values that they hold; then, where both take others, with others, put into each first."""
         a, b = self.a, self.b
         if a.held is not None or b.held is not None or not (a.settable and b.settable):
             yield self._held
         if a.settable and b.settable and self.spec_a is not None and self.spec_b is not None:
             one, two = self.spec_a, self.spec_b
-            yield lambda shape: (mine := free_values(one, shape), carried(mine, one, two, shape))
-            yield lambda shape: (carried(theirs := free_values(two, shape), two, one, shape), theirs)
+            yield lambda shape, mode: (mine := _free(one, shape, mode), carried(mine, one, two, shape))
+            yield lambda shape, mode: (carried(theirs := _free(two, shape, mode), two, one, shape), theirs)
 
-    def _held(self, shape: tuple[int, ...]) -> Pair:
+    def _held(self, shape: tuple[int, ...], mode: str) -> Pair:
         """As they are; a specification takes over what the other holds."""
         mine: Values | None = None
         theirs: Values | None = None
@@ -183,23 +204,45 @@ class _Comparing:
 
     def _seen(self, modes: list[str]) -> Iterator[_Seen]:
         """Every real gap, the trials in order: those with other values only where the held ones show nothing."""
-        known = (self.spec_a, self.spec_b)
         for mode in modes:
-            for trial in self._trials():
-                found = []
-                for name, x in inputs_for(mode, self.shape, known):
-                    apart = self._gap(mode, x, trial)
-                    if apart is None:
-                        continue
-                    self.tried[mode] = self.tried.get(mode, 0) + 1
-                    if apart.real:
-                        found.append(_Seen(mode, name, x, trial, apart))
+            trials = [*self._trials()]
+            for trial in (
+                trials[1:2] or trials if mode in HALVES else trials
+            ):  # once, with values that tell most
+                ran = self._ran(mode, trial, self.a, self.b)
+                self.tried[mode] = self.tried.get(mode, 0) + len(ran)
+                found = [seen for seen in ran if seen.gap.real]
+                if mode in HALVES:
+                    found = self._in_half(mode, trial, ran)
                 yield from found
                 if found:
                     self._remark(mode, trial, found)
                     break
 
-    def _remark(self, mode: str, trial: Callable[[tuple[int, ...]], Pair], found: list[_Seen]) -> None:
+    def _ran(self, mode: str, trial: Trial, a: Side, b: Side) -> list[_Seen]:
+        """All inputs of a mode that both sides take."""
+        gaps = (
+            (name, x, self._gap(mode, x, trial, a, b))
+            for name, x in inputs_for(mode, self.shape, (self.spec_a, self.spec_b))
+        )
+        return [_Seen(mode, name, x, trial, apart) for name, x, apart in gaps if apart is not None]
+
+    def _in_half(self, mode: str, trial: Trial, ran: list[_Seen]) -> list[_Seen]:
+        """What tells the two apart in a half type: all inputs together, as a few near ties prove nothing."""
+        if not differ(_halves(ran)):
+            return []
+        a, b = as_defined(self.a, mode), as_defined(self.b, mode)
+        kernels = " and of ".join(side.name for side, own in ((self.a, a), (self.b, b)) if side is not own)
+        if kernels and not differ(_halves(self._ran(mode, trial, a, b))):
+            size = max(seen.gap.size for seen in ran)
+            self.notes.append(
+                f"the {WORDS[mode]} is the same by their definitions; here the CPU kernel of {kernels} rounds its "
+                f"statistics to {HALVES[mode].dtype}, which changes it by up to {size:.3g}"
+            )
+            return []
+        return [seen for seen in ran if seen.gap.half is not None and seen.gap.half.off.any()]
+
+    def _remark(self, mode: str, trial: Trial, found: list[_Seen]) -> None:
         """Where they agree although they differ."""
         if mode != "eval":
             return
@@ -211,109 +254,67 @@ class _Comparing:
         if len(center) == 2 and not any(f.input == CENTERED for f in found):
             self.notes.append("they agree where the mean of every set is 0 (confirmed on such an input)")
 
-    def _gap(self, mode: str, x: Array, trial: Callable[[tuple[int, ...]], Pair]) -> Gap | None:
+    def _gap(self, mode: str, x: Array, trial: Trial, a: Side, b: Side) -> Gap | None:
         try:
-            return gap(self.a, self.b, x, self.order.forth(x), self.order.back(x.ndim), mode, trial(x.shape))
+            return gap(a, b, x, self.order.forth(x), self.order.back(x.ndim), mode, trial(x.shape, mode))
         except (NormscopeError, ValueError, RuntimeError, ArithmeticError):
             return None
 
-    # -- verdict ---------------------------------------------------------------------------------------------------
+    # -- what is told ------------------------------------------------------------------------------------------
 
-    def _differences(self, modes: list[str]) -> list[Difference]:
-        if self.spec_a is None or self.spec_b is None:
-            return []
-        found = differences(self.spec_a, self.spec_b, self.shape)
-        if "bfloat16" not in modes:
-            found = [d for d in found if d.mode != "bfloat16"]
-        if not (self.a.settable and self.b.settable):
-            self.notes.append(
-                "one takes no other parameters: they are compared with the values that they hold"
-            )
-            found = [d for d in found if d.field not in ("weight", "bias")]
-        if self.a.held is not None and self.b.held is not None:
-            held, roundoff = (self.a.held, self.b.held), max(self.a.roundoff, self.b.roundoff)
-            found += value_differences(self.spec_a, self.spec_b, *held, self.shape, roundoff)
-        return found
-
-    def _decided(self, modes: Mapping[str, bool | None], named: list[Difference]) -> bool | None:
-        for side in (self.a, self.b):
-            if side.spec is None:
-                self.notes.append(f"{side.name} is not known as a normalization: {side.reason}")
-        verdict = None
+    def _differences(self, answers: Mapping[str, bool | None], seen: list[_Seen]) -> list[Difference]:
+        found: list[Difference] = []
         if self.spec_a is not None and self.spec_b is not None:
-            verdict = self._verdict(self.spec_a, self.spec_b)
-            if verdict.conditions:
-                self.notes.append(f"by their specifications {verdict}")
-            elif verdict.weight:
-                self.notes.append(f"the same function of their weights with {verdict.weight}")
-        if any(same is False for same in modes.values()):
-            return False
-        if None in modes.values():
-            return None
-        if both_fixed(self.a, self.b):
-            self.notes.append(
-                "both are fixed affine maps of each element there, which the evaluations they agree on determine"
-            )
-            self.notes += precision_notes(self.a, self.b)
-            return True
-        if verdict is None:
-            self.notes.append(
-                f"they agree on all {sum(self.tried.values())} evaluations, which proves nothing about other inputs"
-            )
-            return None
-        if verdict.same and all(d.mode == "parameters" for d in named):
-            self._for_this_shape()
-            self.notes += precision_notes(self.a, self.b)
-            return True
-        why = verdict.reason
-        if verdict.same:
-            apart = ", ".join(d.field for d in named if d.mode != "parameters")
-            why = f"{apart} differ by more than rounding, by less than shows beside the largest output"
-        self.notes.append(f"undecided: {why}, and no input that was tried shows it")
-        return None
-
-    def _for_this_shape(self) -> None:
-        """Said where inputs of another shape would tell them apart."""
-        assert self.spec_a is not None
-        assert self.spec_b is not None
-        always = self.spec_a.same_function(self.spec_b)
-        if not always.same and self.a.settable and self.b.settable:
-            self.notes.append(f"on inputs of shape {self.shape}; for others {always}")
-
-    def _verdict(self, a: NormSpec, b: NormSpec) -> Sameness:
-        """By the specifications; of the factors alone where a side's values are what they are, and were compared."""
-        if self.a.settable and self.b.settable:
-            return a.same_function(b, shape=self.shape)
-        return _any_weight(a).same_function(_any_weight(b), shape=self.shape)
+            found, said = by_field(self._both)
+            self.notes += said
+        if answers.get("bfloat16") is not False:
+            found = [d for d in found if d.mode != "bfloat16"]
+        for mode in HALVES:
+            told = any(d.mode == mode for d in found)
+            if answers.get(mode) is False and not told:
+                found.append(difference(_halves(s for s in seen if s.mode == mode), mode))
+        if any(answers.get(mode) is False for mode in HALVES):
+            sides = [side for side in (self.a, self.b) if side.half_words]
+            self.notes += [f"{side.name} in half precision: {side.half_words}" for side in sides]
+        return found
 
     def _counterexample(self, seen: list[_Seen]) -> Counterexample | None:
         """Of the inputs that show nearly the largest difference the plainest, made small."""
         if not seen:
             return None
-        seen = [f for f in seen if f.mode in ("train", "eval")] or seen
+        first = next(modes for modes in BY_WEIGHT if any(f.mode in modes for f in seen))
+        seen = [f for f in seen if f.mode in first]
         largest = max(f.gap.size for f in seen)
         worst = next(f for f in seen if f.gap.size >= KEEP * largest)
+
+        def again(x: Array) -> Gap | None:
+            return self._gap(worst.mode, x, worst.trial, self.a, self.b)
 
         def stays(x: Array) -> bool:
             if self.order.order is not None and x.ndim != len(self.shape):
                 return False
-            apart = self._gap(worst.mode, x, worst.trial)
+            apart = again(x)
             if apart is None or not apart.real:
                 return False
             return apart.size == inf if largest == inf else KEEP * largest <= apart.size < inf
 
         x = shrunk(worst.x, stays)
-        apart = self._gap(worst.mode, x, worst.trial)
+        values = [dict(held or {}) for held in worst.trial(x.shape, worst.mode)]
+        if worst.mode in HALVES:
+            x = rounded(x, worst.mode)
+            values = [{n: rounded(value, worst.mode) for n, value in held.items()} for held in values]
+        apart = again(x)
         assert apart is not None
-        values = worst.trial(x.shape)
-        return Counterexample(
-            x, apart.y_a, apart.y_b, worst.mode, apart.quantity, dict(values[0] or {}), dict(values[1] or {})
-        )
+        return Counterexample(x, apart.y_a, apart.y_b, worst.mode, apart.quantity, *values)
 
 
-def _any_weight(spec: NormSpec) -> NormSpec:
-    """With one number as its weight, which makes up for every convention of the scale."""
-    return spec.replace(weight="", bias=None, weight_offset=0.0)
+def _free(spec: NormSpec, shape: tuple[int, ...], mode: str) -> Values:
+    values = free_values(spec, shape)
+    return on_the_grid(values) if mode in HALVES else values
+
+
+def _halves(seen: Iterable[_Seen]) -> list[HalfGap]:
+    return [each.gap.half for each in seen if each.gap.half is not None]
 
 
 def _casts(spec: NormSpec) -> tuple[str, str]:

@@ -78,7 +78,7 @@ def value_differences(
         if shows:
             mode = "both" if len(shows) == 2 else shows[0]
             size = max(sizes[m] for m in shows)
-            yield Difference(f"{name} values", _span(wanted[name]), _span(held_b[name]), size, mode)
+            yield Difference(f"{name} values", *_values_apart(wanted[name], held_b[name]), size, mode)
 
 
 def _reach(name: str, values: Values, spec: NormSpec) -> Array:
@@ -151,7 +151,7 @@ def _told(field: str, name: str, a: NormSpec, b: NormSpec, shape: Sequence[int])
             sizes[mode] = _least(sizes.get(mode), _size(base, changed, shape, mode, converted=False))
             converted[mode] = _least(converted.get(mode), _size(base, changed, shape, mode, converted=True))
     if not sizes:  # neither can take the other's alone
-        yield Difference(field, _said(mine), _said(other), math.nan, "both")
+        yield Difference(field, *_apart(mine, other), math.nan, "both")
         return
     shows = [mode for mode, size in sizes.items() if size > 0]
     if not shows:
@@ -160,7 +160,7 @@ def _told(field: str, name: str, a: NormSpec, b: NormSpec, shape: Sequence[int])
     only_numbers = weighted and all(size == 0 for size in converted.values())
     mode = "parameters" if only_numbers else "both" if len(shows) == 2 else shows[0]
     size = max(sizes[mode] for mode in shows)
-    yield Difference(field, _said(mine), _said(other), size, mode)
+    yield Difference(field, *_apart(mine, other), size, mode)
 
 
 def _running(a: NormSpec, b: NormSpec, shape: Sequence[int]) -> Iterator[Difference]:
@@ -179,11 +179,15 @@ def _running(a: NormSpec, b: NormSpec, shape: Sequence[int]) -> Iterator[Differe
             continue
         size = _size(a, a.replace(running=replace(mine, **changes)), shape, "update", converted=False)
         # 0 where no update was computed: the reference moves no whitened state here
-        yield Difference(f"running.{name}", _said(one), _said(two), size or math.nan, "update")
+        yield Difference(f"running.{name}", *_apart(one, two), size or math.nan, "update")
+    if mine.averages != other.averages:
+        changed = a.replace(running=replace(mine, averages=other.averages))
+        size = _size(a, changed, shape, "update", converted=False)
+        yield Difference("running.averages", mine.averages, other.averages, size, "update")
     if mine.renorm != other.renorm:
         changed = a.replace(running=replace(mine, renorm=other.renorm))
         size = _size(a, changed, shape, "train", converted=False)
-        yield Difference("running.renorm", _said(mine.renorm), _said(other.renorm), size, "train")
+        yield Difference("running.renorm", *_apart(mine.renorm, other.renorm), size, "train")
 
 
 def _cast(
@@ -192,7 +196,7 @@ def _cast(
     """Told where bfloat16 shows it: an order of casts without a weight is none."""
     size = _size(a, a.replace(cast=replace(a.cast, **{part: other})), shape, "bfloat16", converted=True)
     if size > 0:
-        yield Difference(f"cast.{part}", _said(mine), _said(other), size, "bfloat16")
+        yield Difference(f"cast.{part}", *_apart(mine, other), size, "bfloat16")
 
 
 def _size(a: NormSpec, b: NormSpec, shape: Sequence[int], mode: str, *, converted: bool) -> float:
@@ -254,8 +258,30 @@ def _kept(running: Any) -> str:
     return "none" if running is None else "stored statistics normalize in evaluation"
 
 
-def _said(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) and not isinstance(value, bool) else str(value)
+def _apart(mine: Any, other: Any) -> tuple[str, str]:
+    """Two values in as few digits as tell them apart, six at least where they have as many.
+
+    >>> _apart(1e-5, 0.001), _apart(1e-5, 1.0000001e-5)
+    (('1e-05', '0.001'), ('1e-05', '1.0000001e-05'))
+    """
+    for digits in range(6, 18):
+        said = tuple(
+            f"{value:.{digits}g}" if isinstance(value, float) else str(value) for value in (mine, other)
+        )
+        if said[0] != said[1]:
+            break
+    return said[0], said[1]
+
+
+def _values_apart(value: Array, other: Array) -> tuple[str, str]:
+    """The ranges of two tensors; where these look alike, the element that differs most."""
+    spans = _span(value), _span(other)
+    if spans[0] != spans[1] or value.shape != other.shape:
+        return spans
+    at = np.unravel_index(int(np.argmax(np.abs(value - other))), value.shape)
+    one, two = _apart(float(value[at]), float(other[at]))
+    place = f" at [{', '.join(str(int(n)) for n in at)}]" if at else ""
+    return one + place, two + place
 
 
 def _span(value: Array) -> str:

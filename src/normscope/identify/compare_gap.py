@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from normscope.identify.compare_result import largest_difference
+from normscope.errors import ModelError
+from normscope.identify.compare_half import SHARE, HalfGap, half_gap
+from normscope.identify.compare_result import HALVES, largest_difference
 from normscope.identify.compare_sides import STORED, Side
 
 if TYPE_CHECKING:
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
 
 TIMES = 64
 """of what a few roundoffs in the input change: a sum of n elements rounds about sqrt(n) times, and differently"""
-SHARE = 0.01
-"""of the elements: rounding before a last cast to bfloat16 flips about one in 2**16, another order of casts one in
-three"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +37,8 @@ class Gap:
     y_b: Array
     allowed: float
     """what rounding explains"""
+    half: HalfGap | None = None
+    """in half precision, where not sizes but shares of elements tell: one last bit may be off anywhere"""
 
     @property
     def size(self) -> float:
@@ -61,8 +62,11 @@ def gap(
     va, vb = values
     if mode == "update":
         return _stored_gap(a.stored(x, va), b.stored(x_b, vb))
-    if mode == "bfloat16":
-        return _half_gap(a.half(x, va), b.half(x_b, vb), back)
+    if mode in HALVES:
+        half = half_gap(a, b, x, x_b, back, mode, values)
+        if half is None:
+            raise ModelError(f"{a.name} or {b.name} cannot be asked in {HALVES[mode].dtype}")
+        return Gap("output", half.y_a, half.y_b, -np.inf if half.off.mean() > SHARE else np.inf, half)
     y_a, y_b = a.output(x, mode, va), b.output(x_b, mode, vb).transpose(back)
     size = float(np.abs(np.concatenate([y_a.ravel(), y_b.ravel()])).max(initial=0.0, where=_finite(y_a, y_b)))
     roundoff = max(a.roundoff, b.roundoff)
@@ -110,13 +114,3 @@ def _stored_gap(a: dict[str, Array], b: dict[str, Array]) -> Gap:
             size = float(np.abs(y_a).max(initial=0.0))
             found.append(Gap(name, y_a, y_b, TIMES * 2.0**-53 * max(size, 1e-300)))
     return max(found, key=lambda g: g.size - g.allowed)
-
-
-def _half_gap(a: Array | None, b: Array | None, back: tuple[int, ...]) -> Gap:
-    """Two roundings of one number may differ in a few elements: only a share of them is a difference."""
-    assert a is not None
-    assert b is not None
-    b = b.transpose(back)
-    off = ~((a == b) | (np.isnan(a) & np.isnan(b)))
-    explained = off.mean() <= SHARE
-    return Gap("output", a, b, np.inf if explained else 0.0)

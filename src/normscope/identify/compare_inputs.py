@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from normscope.identify.compare_half import half_inputs
+from normscope.identify.compare_result import HALVES
 from normscope.identify.compare_values import set_means
 
 if TYPE_CHECKING:
@@ -35,8 +37,7 @@ USUAL_EPS = (1e-5, 1e-6, 1e-8)
 """tried where nobody says which eps there is"""
 CENTERED = "centered"
 ORDINARY = ("ordinary", "varied")
-"""enough where nothing but the numbers of the data matters: updates of stored statistics, and bfloat16, which has no
-digits left on the others"""
+"""enough where nothing but the numbers of the data matters: updates of stored statistics"""
 
 
 def inputs(shape: Sequence[int], specs: Sequence[NormSpec | None]) -> Iterator[tuple[str, Array]]:
@@ -64,8 +65,9 @@ def inputs_for(
     mode: str, shape: Sequence[int], specs: Sequence[NormSpec | None]
 ) -> Iterator[tuple[str, Array]]:
     """Those inputs on which a mode is compared."""
-    few = mode in ("update", "bfloat16")
-    return ((name, x) for name, x in inputs(shape, specs) if not few or name in ORDINARY)
+    if mode in HALVES:
+        return half_inputs(mode, shape)
+    return ((name, x) for name, x in inputs(shape, specs) if mode != "update" or name in ORDINARY)
 
 
 def varied(z: Array) -> Array:

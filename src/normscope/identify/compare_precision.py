@@ -31,6 +31,11 @@ def _in_float32(side: Side) -> Side:
     return replace(side, boxes=boxes, roundoff=box.roundoff)
 
 
+def precision(a: Side, b: Side) -> str:
+    """The dtype in which the two were compared."""
+    return "float64" if max(a.roundoff, b.roundoff) < ROUNDOFF["float32"] else "float32"
+
+
 def both_fixed(a: Side, b: Side) -> bool:
     """One is a fixed map of every element, and so is the other, found as such or normalizing by stored statistics."""
     maps = [

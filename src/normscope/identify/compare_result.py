@@ -14,12 +14,30 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-MODES = ("train", "eval", "update", "bfloat16")
+
+@dataclass(frozen=True)
+class Half:
+    """A mode in half precision."""
+
+    dtype: str
+    training: bool
+    spacing: float
+    """between 1 and the next number"""
+
+
+HALVES = {
+    "bfloat16": Half("bfloat16", False, 2.0**-7),
+    "float16": Half("float16", False, 2.0**-10),
+    "bfloat16 in training": Half("bfloat16", True, 2.0**-7),
+}
+MODES = ("train", "eval", "update", *HALVES)
 WORDS = {
     "train": "output in training",
     "eval": "output in evaluation",
     "update": "stored statistics after a training step",
     "bfloat16": "output in bfloat16",
+    "float16": "output in float16",
+    "bfloat16 in training": "output in bfloat16, in training",
     "parameters": "only where the same stored numbers are loaded into both",
 }
 """what a mode compares"""
@@ -32,15 +50,17 @@ class Difference:
 
     field: str
     """a field of `NormSpec` (``eps``, ``eps_at``, ``running.momentum``), ``axes`` for the statistic sets, or the
-    values of a tensor (``weight values``, ``running_mean values``)"""
+    values of a tensor (``weight values``, ``running_mean values``); ``arithmetic in half precision`` for two that are
+    one function of real numbers and round differently on the way"""
     a: str
     b: str
     size: float
     """largest change that this field alone makes, over the inputs tried, in the unit of the output (of the stored
     statistics for ``update``); NaN where it cannot be told alone"""
     mode: str
-    """where it shows: ``train``, ``eval``, ``both`` (of these), ``update``, ``bfloat16``, or ``parameters``: the
-    functions are the same, and equal stored numbers mean different ones"""
+    """where it shows: ``train``, ``eval``, ``both`` (of these), ``update``, a mode of half precision (``bfloat16``,
+    ``float16``, ``bfloat16 in training``), or ``parameters``: the functions are the same, and equal stored numbers mean
+    different ones"""
 
     def __str__(self) -> str:
         change = "" if math.isnan(self.size) else f"; alone it changes {self._what} by up to {self.size:.3g}"
@@ -66,7 +86,8 @@ class Counterexample:
     """what the first gives; for ``update`` the stored tensor after one training step"""
     y_b: Array
     mode: str
-    """``train``, ``eval``, ``update`` or ``bfloat16`` (in evaluation)"""
+    """``train``, ``eval``, ``update``, ``bfloat16`` or ``float16`` (in evaluation), ``bfloat16 in training``: the input
+    and all values are then numbers of that type"""
     quantity: str = "output"
     """``output``, ``running_mean`` or ``running_var``"""
     values_a: Mapping[str, Array] = field(default_factory=dict)
@@ -104,17 +125,19 @@ class Comparison:
     """Whether two normalizations are one function. ``bool`` is True only where that was decided.
 
     Attributes:
-        same: True where all of `modes` are the same; False where one is not, also bfloat16 alone (two that round in
-            another order are one function of real numbers, and not interchangeable); None where it could not be
-            decided (`notes` say why).
+        same: True where all of `modes` are the same, which holds for the dtypes of `dtypes`; False where one is not,
+            also bfloat16 alone (two that round in another order are one function of real numbers, and not
+            interchangeable); None where it could not be decided (`notes` say why).
         differences: every difference by field, those that matter most first. Where `same` is True only those that
             are a convention of storage (``mode="parameters"``).
         counterexample: the input on which they differ most, made small; None where none was found.
-        modes: what was compared -> same or not: ``train``, ``eval``, ``update`` (of stored statistics), ``bfloat16``.
+        modes: what was compared -> same or not: ``train``, ``eval``, ``update`` (of stored statistics), and where both
+            run there and are the same in full precision ``bfloat16``, ``float16``, ``bfloat16 in training``.
         largest: what was compared -> largest difference that was seen, over all inputs and the counterexample, with
             the values of the parameters that show it. No sum of the sizes of `differences`: each of these is the change
             that one field makes alone, with parameters that are put in for it, and several may cancel.
         notes: what else to know: conditions under which they would agree, what could not be compared.
+        precision: of the modes that name no dtype: ``float64``, or ``float32`` where one of the two computes in it.
     """
 
     name_a: str
@@ -127,14 +150,27 @@ class Comparison:
     spec_a: Any = None
     spec_b: Any = None
     notes: tuple[str, ...] = ()
+    precision: str = "float64"
 
     def __bool__(self) -> bool:
         return self.same is True
 
+    @property
+    def dtypes(self) -> dict[str, bool | None]:
+        """dtype -> the same function there, or not, or undecided; a dtype that is not named was not compared."""
+        found: dict[str, list[bool | None]] = {}
+        for mode, same in self.modes.items():
+            found.setdefault(HALVES[mode].dtype if mode in HALVES else self.precision, []).append(same)
+        return {
+            dtype: False if False in answers else None if None in answers else True
+            for dtype, answers in found.items()
+        }
+
     def __str__(self) -> str:
         verdict = {True: "the same function", False: "not the same function", None: "undecided"}[self.same]
-        if [mode for mode, same in self.modes.items() if same is False] == ["bfloat16"]:
-            verdict = "the same function of real numbers, rounded differently in bfloat16"
+        apart = [dtype for dtype, same in self.dtypes.items() if same is False]
+        if apart and self.dtypes.get(self.precision) is True:
+            verdict = f"the same function of real numbers, rounded differently in {' and '.join(apart)}"
         lines = [f"{self.name_a} and {self.name_b}: {verdict}"]
         lines += [f"  a: {self.spec_a or 'not known'}", f"  b: {self.spec_b or 'not known'}"]
         for mode, same in self.modes.items():
@@ -162,6 +198,7 @@ class Comparison:
             "b": self.name_b,
             "same": self.same,
             "modes": dict(self.modes),
+            "dtypes": self.dtypes,
             "largest": {mode: _plain(value) for mode, value in self.largest.items()},
             "spec_a": None if self.spec_a is None else self.spec_a.to_json(),
             "spec_b": None if self.spec_b is None else self.spec_b.to_json(),

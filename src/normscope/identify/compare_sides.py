@@ -1,4 +1,4 @@
-"""The two sides of a comparison, each as functions of an array: in training, in evaluation, in bfloat16.
+"""The two sides of a comparison, each as functions of an array: in training, in evaluation, in half precision.
 
 A module is run as a copy in float64 with casts to float32 redirected, a specification by the reference, anything else
 as it is, in its own precision. Nothing that was handed in is run itself where it could change.
@@ -7,7 +7,7 @@ as it is, in its own precision. Nothing that was handed in is run itself where i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -17,6 +17,7 @@ import numpy as np
 
 from normscope import reference
 from normscope.errors import BadInput, ModelError, NormscopeError, told
+from normscope.identify.compare_result import HALVES
 from normscope.spec import NormSpec, RunningState
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     Values = Mapping[str, Array]
 
 STORED = ("running_mean", "running_var")
-HALF = 2.0**-8
-"""unit roundoff of bfloat16"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,8 @@ class Side:
     roundoff: float = 2.0**-53
     note: str = ""
     """what to know about how it is called"""
+    half_words: str = ""
+    """what identification saw of its arithmetic in bfloat16"""
 
     def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
         raise NotImplementedError
@@ -59,9 +60,13 @@ class Side:
         """The stored statistics after one call in training; empty where there are none."""
         return {}
 
-    def half(self, x: Array, values: Values | None = None) -> Array | None:
-        """The output in evaluation, everything in bfloat16; None where that cannot be asked."""
+    def half(self, x: Array, mode: str, values: Values | None = None) -> Array | None:
+        """The output in a mode of half precision, everything in that type; None where that cannot be asked."""
         return None
+
+    def exact(self, x: Array, mode: str, values: Values | None = None) -> Array:
+        """What `half` would be without any rounding on the way, for values that are numbers of the half type."""
+        return self.output(x, "train" if HALVES[mode].training else "eval", values)
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class SpecSide(Side):
     """A specification, computed by the reference."""
 
     def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
-        v = values or {}
+        v = self._given(values)
         assert self.spec is not None
         return reference.forward(
             x, self.spec, v.get("weight"), v.get("bias"), running=_state(v), training=mode != "eval"
@@ -77,27 +82,29 @@ class SpecSide(Side):
 
     def stored(self, x: Array, values: Values | None = None) -> dict[str, Array]:
         assert self.spec is not None
-        state = _state(values or {})
+        state = _state(self._given(values))
         if self.spec.running is None or self.spec.whiten or state is None:
             return {}
         after = reference.update_running(state, x, self.spec)
         return {"running_mean": np.asarray(after.mean), "running_var": np.asarray(after.var)}
 
-    def half(self, x: Array, values: Values | None = None) -> Array | None:
+    def half(self, x: Array, mode: str, values: Values | None = None) -> Array | None:
         import torch
 
         from normscope.functional import normalize
 
-        def rounded(value: Array | None) -> torch.Tensor | None:
-            return None if value is None else torch.from_numpy(np.array(value)).to(torch.bfloat16)
+        dtype = getattr(torch, HALVES[mode].dtype)
 
-        v = values or {}
+        def rounded(value: Array | None) -> torch.Tensor | None:
+            return None if value is None else torch.from_numpy(np.array(value)).to(dtype)
+
+        v = self._given(values)
         assert self.spec is not None
         state = {name: torch.from_numpy(np.array(v[name])).float() for name in STORED if name in v}
         running = RunningState(state["running_mean"], state["running_var"]) if state else None
         given = rounded(x)
         assert given is not None
-        training = self.spec.running is None
+        training = self.spec.running is None or HALVES[mode].training
         y = normalize(
             given,
             self.spec,
@@ -109,12 +116,17 @@ class SpecSide(Side):
         out: Array = y.double().numpy()
         return out
 
+    def _given(self, values: Values | None) -> Values:
+        return values if values is not None else self.held or {}
+
 
 @dataclass(frozen=True)
 class BoxSide(Side):
     """A callable as it is."""
 
     box: Box | None = None
+    in_half: Callable[[Array, str], Array] | None = None
+    """a function of tensors, called with those of a half type"""
 
     def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
         assert self.box is not None
@@ -122,6 +134,14 @@ class BoxSide(Side):
             return self.box(x)
         except Exception as error:
             raise ModelError(f"{self.name} raised on an input of shape {x.shape}: {told(error)}") from error
+
+    def half(self, x: Array, mode: str, values: Values | None = None) -> Array | None:
+        if self.in_half is None:
+            return None
+        try:
+            return self.in_half(x, HALVES[mode].dtype)
+        except Exception as error:
+            raise ModelError(f"{self.name} raised on {HALVES[mode].dtype} ({told(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -141,17 +161,27 @@ class ModuleSide(Side):
         tensors = self.boxes["train"].set(self._settings(values)).run(x).tensors
         return {name: tensors[self.paths[name]] for name in STORED if name in self.paths}
 
-    def half(self, x: Array, values: Values | None = None) -> Array | None:
-        return self._half.set(self._settings(values))(x)
+    def half(self, x: Array, mode: str, values: Values | None = None) -> Array | None:
+        return self._halves(mode)[0].set(self._settings(values))(x)
 
-    @cached_property
-    def _half(self) -> ModuleBox:
+    def exact(self, x: Array, mode: str, values: Values | None = None) -> Array:
+        return self._halves(mode)[1].set(self._settings(values))(x)
+
+    def _halves(self, mode: str) -> tuple[ModuleBox, ModuleBox]:
+        """A copy in the half type, and one in float64 that holds what the other does."""
         import torch
 
         from normscope.identify.module_box import box_of_module
 
-        box = box_of_module(self.original, self.boxes["eval"].call, torch.bfloat16)
-        return box.in_mode(training=False)
+        if mode not in self._made:
+            half = box_of_module(self.original, self.boxes["eval"].call, getattr(torch, HALVES[mode].dtype))
+            both = half, box_of_module(half.module, half.call)
+            self._made[mode] = tuple(box.in_mode(HALVES[mode].training) for box in both)
+        return self._made[mode]
+
+    @cached_property
+    def _made(self) -> dict[str, Any]:
+        return {}
 
     def _settings(self, values: Values | None) -> dict[str, Array]:
         return {self.paths[name]: value for name, value in (values or {}).items() if name in self.paths}
@@ -185,7 +215,28 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
         roundoff=max(box.roundoff, found.roundoff or 0.0),
         note=getattr(box, "note", ""),
         box=box,
+        in_half=_in_half(obj, example, box),
     )
+
+
+def _in_half(fn: Any, example: Any, box: Box) -> Callable[[Array, str], Array] | None:
+    """The function on tensors of a half type, where its box calls it with tensors; what wraps arrays does not."""
+    from normscope.identify.adapters import torch_functions
+    from normscope.identify.box import Boxed
+
+    if not isinstance(box, Boxed) or box.function.__module__ != torch_functions.__name__:
+        return None
+    import torch
+
+    device = getattr(example, "device", None)
+
+    def call(x: Array, dtype: str) -> Array:
+        with torch.no_grad():
+            y = fn(torch.tensor(x, dtype=getattr(torch, dtype), device=device))
+        out: Array = y.detach().cpu().double().numpy()
+        return out
+
+    return call
 
 
 def _module_side(module: Any, example: Any, layout: str | None) -> Side:
@@ -196,11 +247,11 @@ def _module_side(module: Any, example: Any, layout: str | None) -> Side:
     box = box_of_module(module, call_of(example))
     copy, shape = box.module, tuple(box.call.example.shape)
     tensors = tensors_of(copy)
-    spec, reason = None, ""
+    spec, reason, half_words = None, "", ""
     try:
         reading = read(copy, input_ndim=len(shape))
     except (UnknownNormalization, ValueError):
-        spec, reason = _identified(module, example, layout)
+        spec, reason, half_words = _identified(module, example, layout)
         paths = {} if spec is None else tensor_paths(box.in_mode(training=False), spec)
     else:
         spec = reading.spec
@@ -223,12 +274,13 @@ def _module_side(module: Any, example: Any, layout: str | None) -> Side:
         boxes={"train": box.in_mode(True), "eval": box.in_mode(False)},
         paths=paths,
         original=module,
+        half_words=half_words,
     )
 
 
-def _identified(module: Any, example: Any, layout: str | None) -> tuple[NormSpec | None, str]:
-    """The specification of a module that no reader knows, or why there is none. In evaluation, where stored statistics
-    act, if it runs there."""
+def _identified(module: Any, example: Any, layout: str | None) -> tuple[NormSpec | None, str, str]:
+    """The specification of a module that no reader knows, or why there is none, and its arithmetic in bfloat16. In
+    evaluation, where stored statistics act, if it runs there."""
     from normscope.identify import identify
 
     reason = ""
@@ -238,8 +290,8 @@ def _identified(module: Any, example: Any, layout: str | None) -> tuple[NormSpec
         except ModelError as error:
             reason = str(error)
             continue
-        return found.spec, _why(found)
-    return None, reason
+        return found.spec, _why(found), "" if found.half is None else found.half.conclusion
+    return None, reason, ""
 
 
 def _all_named(spec: NormSpec | None, paths: Mapping[str, str]) -> bool:

@@ -1,0 +1,165 @@
+"""Two sides in half precision: bfloat16 and float16, where arithmetic that rounds on its way shows.
+
+One function of real numbers is computed in many ways there: all in float32 and rounded once, with rounded statistics,
+or in 8 bits throughout. Each side is held against itself in float64, with its input and everything that it holds
+rounded to the half type first: an element is right where it is that number, correctly rounded. Elements on which the
+two disagree count where one of them is not right; so parameters which two conventions round differently (w and 1 + w)
+make no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from normscope.identify.compare_result import HALVES, Difference
+from normscope.identify.compare_sides import ModuleSide, Side, SpecSide
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+    Values = Mapping[str, Array]
+    Gaps = Sequence["HalfGap"]
+
+SHARE = 0.05
+"""of the elements: float32 inside, summed in another order, flips one in a thousand at a mean of four standard
+deviations (one in a hundred in float16); one more rounding of the statistics flips one in six"""
+LEAST = 2
+"""elements, however few there are: one or two near ties prove nothing"""
+RIGHT = 0.95
+"""share of right elements of a side that rounds once"""
+ELEMENTS, DRAWS = 256, 8
+"""elements that are drawn of each input, in so many arrays at most"""
+GRID = 64
+"""steps of a parameter to 1: w and w - 1 up to 2 are both exact in 8 bits"""
+
+
+@dataclass(frozen=True, eq=False)
+class HalfGap:
+    """Two outputs for one input in a half type."""
+
+    y_a: Array
+    y_b: Array
+    off: NDArray[np.bool_]
+    """elements that differ and are not right on both sides"""
+    right: tuple[NDArray[np.bool_], NDArray[np.bool_]]
+    """elements of each side that are its own exact value, rounded once"""
+    errors: tuple[Array, Array]
+    """of each side against its exact values rounded once, in units of the last place (of a usual output at least)"""
+
+
+def half_inputs(mode: str, shape: Sequence[int]) -> Iterator[tuple[str, Array]]:
+    """Inputs of a half type: of few and of many elements alike some hundred numbers in all.
+
+    In float16 also large ones, whose squares do not fit.
+    """
+    from math import prod
+
+    wide = HALVES[mode].dtype == "float16"
+    random = np.random.default_rng(5)
+    for draw in range(min(DRAWS, -(-ELEMENTS // max(1, prod(shape))))):
+        z = random.standard_normal(tuple(shape))
+        if wide:
+            yield f"large, draw {draw}", rounded(300 * (z + 1), mode)
+        else:
+            yield f"ordinary, draw {draw}", rounded(z, mode)
+            yield f"offset, draw {draw}", rounded(z + 4, mode)
+
+
+def half_gap(
+    a: Side,
+    b: Side,
+    x: Array,
+    x_b: Array,
+    back: tuple[int, ...],
+    mode: str,
+    values: tuple[Values | None, Values | None],
+) -> HalfGap | None:
+    """Both sides on one input; None where one of them cannot be asked."""
+    held = [None if v is None else {name: rounded(value, mode) for name, value in v.items()} for v in values]
+    y_a, y_b = a.half(x, mode, held[0]), b.half(x_b, mode, held[1])
+    if y_a is None or y_b is None:
+        return None
+    exact_a, exact_b = a.exact(x, mode, held[0]), b.exact(x_b, mode, held[1]).transpose(back)
+    y_a, y_b = rounded(y_a, mode), rounded(y_b, mode).transpose(back)
+    exact_a, exact_b = rounded(exact_a, mode), rounded(exact_b, mode)
+    right = _equal(y_a, exact_a), _equal(y_b, exact_b)
+    off = ~_equal(y_a, y_b) & ~(right[0] & right[1])
+    errors = _errors(y_a, exact_a, mode), _errors(y_b, exact_b, mode)
+    return HalfGap(y_a, y_b, off, right, errors)
+
+
+def differ(gaps: Iterable[HalfGap]) -> bool:
+    """Whether the elements that are off are more than near ties."""
+    off = [gap.off for gap in gaps]
+    count = sum(int(each.sum()) for each in off)
+    return count > max(LEAST, SHARE * sum(each.size for each in off))
+
+
+def on_the_grid(values: Values) -> dict[str, Array]:
+    """Parameters that half types hold exactly, also less 1."""
+    return {name: np.round(value * GRID) / GRID for name, value in values.items()}
+
+
+def difference(gaps: Gaps, mode: str) -> Difference:
+    """The arithmetic of the two, each by how far it is from its own exact values."""
+    size = max(float(np.abs(np.where(gap.off, gap.y_a - gap.y_b, 0.0)).max(initial=0.0)) for gap in gaps)
+    one, two = (
+        _quality([gap.right[side] for gap in gaps], [gap.errors[side] for gap in gaps]) for side in (0, 1)
+    )
+    return Difference("arithmetic in half precision", one, two, size, mode)
+
+
+def as_defined(side: Side, mode: str) -> Side:
+    """The side, or what its specification says where its own kernel rounds statistics that its definition does not.
+
+    PyTorch's batch and instance norms do so on the CPU where their parameters are of a half type, and not on others.
+    """
+    if not isinstance(side, ModuleSide) or side.spec is None or not _by_kernel(side.original):
+        return side
+    by_batch = side.spec.running is None or HALVES[mode].training
+    held = {name: rounded(value, mode) for name, value in (side.held or {}).items()}
+    return SpecSide(side.name, side.spec, held=held, settable=True) if by_batch else side
+
+
+def _by_kernel(module: object) -> bool:
+    from torch.nn.modules.batchnorm import _NormBase
+
+    return isinstance(module, _NormBase) and type(module).__module__.startswith("torch.nn.modules.")
+
+
+def rounded(value: Array, mode: str) -> Array:
+    """To the nearest number of the half type, through float32 as everywhere."""
+    import torch
+
+    exact = torch.from_numpy(np.array(value, dtype=np.float64)).to(torch.float32)
+    out: Array = exact.to(getattr(torch, HALVES[mode].dtype)).double().numpy()
+    return out
+
+
+def _equal(y: Array, other: Array) -> NDArray[np.bool_]:
+    same: NDArray[np.bool_] = (y == other) | (np.isnan(y) & np.isnan(other))
+    return same
+
+
+def _errors(y: Array, exact: Array, mode: str) -> Array:
+    finite = exact[np.isfinite(exact)]
+    usual = float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
+    with np.errstate(all="ignore"):
+        unit = 2.0 ** np.floor(np.log2(np.maximum(np.abs(exact), usual or 1.0))) * HALVES[mode].spacing
+        errors: Array = np.where(_equal(y, exact), 0.0, np.abs(y - exact) / unit)
+    return errors
+
+
+def _quality(right: Sequence[NDArray[np.bool_]], errors: Sequence[Array]) -> str:
+    every = np.concatenate([each.ravel() for each in errors])
+    share = 1 - float(np.concatenate([each.ravel() for each in right]).mean())
+    if share <= 1 - RIGHT:
+        return "rounded once"
+    if not np.isfinite(every).all():
+        return "overflows"
+    return f"{100 * share:.0f} % of the outputs off, by up to {every.max():.2g} units of the last place"
