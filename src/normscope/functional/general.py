@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from normscope.errors import BadInput
-from normscope.kernels import composite, dispatch
-from normscope.kernels.elementary import has_virtual_batches, state_axes
-from normscope.kernels.regular import ask, codes_of, only_tensors
+from normscope.functional.masked import masked
+from normscope.functional.served import served
+from normscope.kernels import composite
+from normscope.kernels.regular import ask, only_tensors
 from normscope.spec import NormSpec, RunningState
 
 
@@ -65,38 +66,11 @@ def normalize(
         raise BadInput(
             "normalize takes dense tensors, got a nested one. Pad it, and pass mask=, True where it is valid"
         )
+    state = running if spec.running else None
     if mask is None:
-        y = _fast(input, spec, weight, bias, running if spec.running else None, training)
-        if y is not None:
-            return y
+        y = served(input, spec, weight, bias, state, training)
+    else:
+        y = masked(input, spec, weight, bias, state, training, mask)
+    if y is not None:
+        return y
     return composite.normalize(input, spec, weight, bias, running=running, training=training, mask=mask)
-
-
-def _fast(
-    input: Tensor,
-    spec: NormSpec,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    state: RunningState | None,
-    training: bool,
-) -> Tensor | None:
-    """By dispatch, where that knows the way: None leaves the call, and its errors, to the composite path."""
-    parameters = [(weight, spec.weight), (bias, spec.bias)]
-    if state is not None:
-        parameters += [(state.mean, state_axes(spec)), (state.var, state_axes(spec))]
-    call = codes_of(input, spec, *parameters)
-    if call is None:
-        return None
-    if spec.running is None or (training and state is None):
-        return dispatch.norm(input, weight, bias, call)
-    if state is None:
-        return None
-    if not training:
-        return dispatch.fixed(input, state.mean, state.var, weight, bias, call)
-    if spec.scale != "std" or has_virtual_batches(spec):
-        return None
-    momentum = spec.running.momentum
-    fraction = 1 / (state.batches + 1) if momentum is None else momentum
-    y = dispatch.norm_running(input, weight, bias, state.mean, state.var, call, fraction)
-    state.batches += 1
-    return y

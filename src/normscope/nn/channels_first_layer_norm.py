@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps, sizes
+from normscope.nn.masking import by_element, is_packed, masked_leaf, normalize_masked
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
+from normscope.nn.torch_tools import Proxy, Unscriptable
 from normscope.spec import NormSpec, families
 
 
@@ -53,16 +54,24 @@ class ChannelsFirstLayerNorm(Unscriptable, nn.LayerNorm):
         eps = positive_eps("ChannelsFirstLayerNorm", eps)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Statistics of each position, in training as in evaluation."""
+    def forward(
+        self, input: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, fill: str = "zero"
+    ) -> Tensor:
+        """Statistics of each position, in training as in evaluation. Masks: see `normscope.nn.masking`;
+        lengths run along the last axis.
+        """
         if isinstance(input, Proxy):
-            return leaf(self, input)
+            return masked_leaf(self, input, mask, lengths, fill)
+        if is_packed(input):
+            return by_element(input, self.forward)
         (channels,) = self.normalized_shape
         if input.dim() < 2 or input.shape[1] != channels:
             raise BadInput(
                 f"ChannelsFirstLayerNorm was made for an input (N, {channels}, ...); got an input of shape "
                 f"{tuple(input.shape)}. For channels in the last axis use LayerNorm({channels})."
             )
+        if mask is not None or lengths is not None:
+            return normalize_masked(self, input, mask, lengths, fill)
         return normalize(input, self.spec, self.weight, self.bias)
 
     @property

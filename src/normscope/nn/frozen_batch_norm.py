@@ -17,9 +17,10 @@ from normscope.errors import BadInput
 from normscope.functional import batch_norm
 from normscope.nn.arguments import positive_eps, sizes
 from normscope.nn.float32_statistics import Float32Statistics
+from normscope.nn.masking import by_element, is_packed, masked_leaf, normalize_valid, valid
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
-from normscope.spec import NormSpec, families
+from normscope.nn.torch_tools import Proxy, Unscriptable
+from normscope.spec import NormSpec, RunningState, families
 
 
 class FrozenBatchNorm(Unscriptable, Float32Statistics):
@@ -73,14 +74,26 @@ class FrozenBatchNorm(Unscriptable, Float32Statistics):
         state_dict.pop(f"{prefix}num_batches_tracked", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """The stored statistics, in training as in evaluation."""
+    def forward(
+        self, input: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, fill: str = "zero"
+    ) -> Tensor:
+        """The stored statistics, in training as in evaluation. Masks: see `normscope.nn.masking`; lengths run along
+        the last axis.
+        """
         if isinstance(input, Proxy):
-            return leaf(self, input)
+            return masked_leaf(self, input, mask, lengths, fill)
+        if is_packed(input):
+            return by_element(input, self.forward)
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise BadInput(
                 f"FrozenBatchNorm was made for an input (N, {self.num_features}, ...); got an input of shape "
                 f"{tuple(input.shape)}. For one sample use x.unsqueeze(0)."
+            )
+        if mask is not None or lengths is not None:
+            counts = valid("FrozenBatchNorm", input, mask, lengths)
+            state = RunningState(self.running_mean, self.running_var)
+            return normalize_valid(
+                input, self.spec, self.weight, self.bias, counts, fill, running=state, training=False
             )
         return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 

@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from normscope.functional import group_norm
+from normscope.nn.masking import by_sequence, is_packed, masked_leaf, normalize_masked
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method
+from normscope.nn.torch_tools import Proxy, is_scripting, method
 from normscope.spec import NormSpec, families
 
 
@@ -54,12 +55,20 @@ class GroupNorm(OptionalBias, nn.GroupNorm):
         super().__init__(num_groups, num_channels, eps, affine, device=device, dtype=dtype)
         self._set_bias(bias)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Statistics of each sample's groups, in training as in evaluation."""
+    def forward(
+        self, input: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, fill: str = "zero"
+    ) -> Tensor:
+        """Statistics of each sample's groups, in training as in evaluation. Masks: see `normscope.nn.masking`; lengths
+        run along the last axis.
+        """
         if is_scripting():
             return self._scripted(input)
         if isinstance(input, Proxy):
-            return leaf(self, input)
+            return masked_leaf(self, input, mask, lengths, fill)
+        if is_packed(input):
+            return by_sequence(input, self.forward)
+        if mask is not None or lengths is not None:
+            return normalize_masked(self, input, mask, lengths, fill)
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
     @property

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from normscope.functional import instance_norm
 from normscope.nn.float32_statistics import Float32Statistics
+from normscope.nn.masking import by_sequence, is_packed, masked_leaf, normalize_valid, valid
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method
-from normscope.spec import NormSpec, families
+from normscope.nn.torch_tools import Proxy, is_scripting, method
+from normscope.spec import NormSpec, RunningState, families
 
 
 class _InstanceNorm(Float32Statistics, OptionalBias, nn.modules.instancenorm._InstanceNorm):
@@ -56,13 +57,35 @@ class _InstanceNorm(Float32Statistics, OptionalBias, nn.modules.instancenorm._In
         self.float32_statistics = float32_statistics
         self._keep_statistics()
 
-    def forward(self, input: Tensor) -> Tensor:
-        """The statistics of each sample's channels, or the stored ones in evaluation where they are tracked."""
+    def forward(
+        self, input: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, fill: str = "zero"
+    ) -> Tensor:
+        """The statistics of each sample's channels, or the stored ones in evaluation where they are tracked. Masks: see
+        `normscope.nn.masking`; lengths run along the last axis.
+        """
         if is_scripting():
             return self._torch_forward(input)
         if isinstance(input, Proxy):
-            return leaf(self, input)
+            return masked_leaf(self, input, mask, lengths, fill)
+        if is_packed(input):
+            return by_sequence(input, self.forward)
+        if mask is not None or lengths is not None:
+            return self._masked(input, mask, lengths, fill)
         return self._torch_forward(input)
+
+    def _masked(self, input: Tensor, mask: Tensor | None, lengths: Tensor | None, fill: str) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if input.dim() < self._ndim:
+            one = mask if mask is None else mask.unsqueeze(0)
+            return self._masked(input.unsqueeze(0), one, lengths, fill).squeeze(0)
+        counts = valid(type(self).__name__, input, mask, lengths)
+        state = None
+        if self.running_mean is not None and self.running_var is not None:
+            state = RunningState(self.running_mean, self.running_var)
+        by_batch = self.training or not self.track_running_stats
+        return normalize_valid(
+            input, self.spec, self.weight, self.bias, counts, fill, running=state, training=by_batch
+        )
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
         if is_scripting():

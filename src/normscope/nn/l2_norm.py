@@ -12,8 +12,9 @@ from torch import Tensor
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps
+from normscope.nn.masking import masked_leaf, normalize_masked
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
+from normscope.nn.torch_tools import Proxy, Unscriptable
 from normscope.spec import NormSpec
 from normscope.spec.axes import erase
 
@@ -41,15 +42,21 @@ class L2Norm(Unscriptable):
         self.dim = dim
         self.eps = positive_eps("L2Norm", eps)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """The length of each vector, in training as in evaluation."""
+    def forward(
+        self, input: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, fill: str = "zero"
+    ) -> Tensor:
+        """The length of each vector, in training as in evaluation. Masks: see `normscope.nn.masking`;
+        lengths run along axis 1.
+        """
         if isinstance(input, Proxy):
-            return leaf(self, input)
+            return masked_leaf(self, input, mask, lengths, fill)
         if not -input.dim() <= self.dim < input.dim():
             raise BadInput(
                 f"L2Norm normalizes along axis {self.dim}; got an input of shape {tuple(input.shape)}. "
                 "The last axis is dim=-1."
             )
+        if mask is not None or lengths is not None:
+            return normalize_masked(self, input, mask, lengths, fill, time=1)
         return normalize(input, self.spec)
 
     @property

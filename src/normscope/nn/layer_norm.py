@@ -10,8 +10,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from normscope.functional import layer_norm
+from normscope.nn.arguments import last_sizes
+from normscope.nn.masking import by_element, is_packed, masked_leaf, normalize_masked
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method
+from normscope.nn.torch_tools import Proxy, is_scripting, method
 from normscope.spec import NormSpec, families
 from normscope.spec.axes import last_axes
 
@@ -39,12 +41,21 @@ class LayerNorm(nn.LayerNorm):
     __jit_unused_properties__ = ("spec",)
     _scripted = method("_scripted", nn.LayerNorm.forward)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Statistics of each position, in training as in evaluation."""
+    def forward(
+        self, input: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, fill: str = "zero"
+    ) -> Tensor:
+        """Statistics of each position, in training as in evaluation. Masks: see `normscope.nn.masking`; lengths run
+        along axis 1.
+        """
         if is_scripting():
             return self._scripted(input)
         if isinstance(input, Proxy):
-            return leaf(self, input)
+            return masked_leaf(self, input, mask, lengths, fill)
+        if is_packed(input):
+            return by_element(input, self.forward)
+        if mask is not None or lengths is not None:
+            last_sizes("LayerNorm", input, self.normalized_shape)
+            return normalize_masked(self, input, mask, lengths, fill, time=1)
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
     @property

@@ -9,7 +9,7 @@ counter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.kernels.elementary import axes_of, place
+from normscope.nn.torch_tools import leaf
 from normscope.spec import NormSpec, RunningState
 
 FILLS = ("zero", "bias")
@@ -81,6 +82,27 @@ def normalize_valid(
     return filled(y, spec, bias, mask, fill)
 
 
+def normalize_masked(
+    layer: Any, input: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str, *, time: int = -1
+) -> Tensor:
+    """What a layer without state computes, by its ``spec``, ``weight`` and ``bias``, of the elements that count."""
+    counts = valid(type(layer).__name__, input, mask, lengths, time=time)
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    return normalize_valid(input, layer.spec, weight, bias, counts, fill)
+
+
+def masked_leaf(
+    layer: torch.nn.Module, input: Any, mask: Tensor | None, lengths: Lengths | None, fill: str
+) -> Tensor:
+    """The call of ``layer`` as one node of the graph that torch.fx traces, with what is not the default."""
+    given = {
+        "mask": mask,
+        "lengths": lengths,
+        "fill": None if isinstance(fill, str) and fill == "zero" else fill,
+    }
+    return leaf(layer, input, **{name: value for name, value in given.items() if value is not None})
+
+
 def filled(y: Tensor, spec: NormSpec, bias: Tensor | None, mask: Tensor, fill: str) -> Tensor:
     """``y``, which is 0 where the mask is False, with the bias there if ``fill`` asks for it."""
     if fill not in FILLS:
@@ -92,23 +114,30 @@ def filled(y: Tensor, spec: NormSpec, bias: Tensor | None, mask: Tensor, fill: s
     return torch.where(mask, y, everywhere.to(y.dtype))
 
 
-def by_element(packed: PackedSequence, norm: Callable[[Tensor], Tensor]) -> PackedSequence:
+def is_packed(input: Any) -> bool:
+    """Whether a layer was called with a packed sequence: it then returns one, packed alike."""
+    return isinstance(input, PackedSequence)
+
+
+def by_element(packed: Any, norm: Callable[[Tensor], Tensor]) -> Tensor:
     """A packed sequence through a norm of its elements (M, features), among which there is no padding."""
     return _with_data(packed, norm(packed.data))
 
 
-def by_sequence(packed: PackedSequence, norm: Callable[[Tensor, Tensor], Tensor]) -> PackedSequence:
-    """A packed sequence of features through a norm of (B, features, L) and lengths (B,)."""
+def by_sequence(packed: Any, norm: Callable[..., Tensor]) -> Tensor:
+    """A packed sequence of features through a norm of (B, features, L), with ``lengths=``."""
     padded, lengths = pad_packed_sequence(
         PackedSequence(packed.data, packed.batch_sizes), batch_first=True
     )  # in the order of the data, longest first
-    y = norm(padded.movedim(1, -1), lengths).movedim(-1, 1)
+    y = norm(padded.movedim(1, -1), lengths=lengths).movedim(-1, 1)
     sizes = packed.batch_sizes.tolist()
     return _with_data(packed, torch.cat([y[:size, step] for step, size in enumerate(sizes)]))
 
 
-def _with_data(packed: PackedSequence, data: Tensor) -> PackedSequence:
-    return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+def _with_data(packed: PackedSequence, data: Tensor) -> Tensor:
+    """A packed sequence, called a tensor as in the signature of every forward."""
+    like = PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+    return cast(Tensor, like)
 
 
 def _fits(layer: str, input: Tensor, mask: Any) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps
+from normscope.nn.masking import by_element, is_packed, masked_leaf, normalize_masked
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
+from normscope.nn.torch_tools import Proxy, Unscriptable
 from normscope.spec import NormSpec, families
 
 
@@ -37,15 +38,23 @@ class PixelNorm(Unscriptable):
         super().__init__()
         self.eps = positive_eps("PixelNorm", eps)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """The mean square of each position, in training as in evaluation."""
+    def forward(
+        self, input: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, fill: str = "zero"
+    ) -> Tensor:
+        """The mean square of each position, in training as in evaluation. Masks: see `normscope.nn.masking`;
+        lengths run along the last axis.
+        """
         if isinstance(input, Proxy):
-            return leaf(self, input)
+            return masked_leaf(self, input, mask, lengths, fill)
+        if is_packed(input):
+            return by_element(input, self.forward)
         if input.dim() < 2:
             raise BadInput(
                 f"PixelNorm takes an input (N, C, ...); got an input of shape {tuple(input.shape)}. "
                 "For one sample use x.unsqueeze(0)."
             )
+        if mask is not None or lengths is not None:
+            return normalize_masked(self, input, mask, lengths, fill)
         return normalize(input, self.spec)
 
     @property

@@ -22,8 +22,9 @@ from torch.nn import init
 from normscope.errors import BadInput
 from normscope.functional import normalize, rms_norm
 from normscope.nn.arguments import last_sizes, positive_eps, sizes
+from normscope.nn.masking import by_element, filled, is_packed, masked_leaf, normalize_masked, valid
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, is_scripting, leaf, method, refuse_script
+from normscope.nn.torch_tools import Proxy, is_scripting, method, refuse_script
 from normscope.spec import Cast, NormSpec, families
 from normscope.spec.axes import last_axes
 
@@ -88,14 +89,25 @@ class RMSNorm(nn.RMSNorm):
         if self.weight is not None:
             (init.zeros_ if self.convention == "gemma" else init.ones_)(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The mean square of each position, in training as in evaluation."""
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, fill: str = "zero"
+    ) -> Tensor:
+        """The mean square of each position, in training as in evaluation. Masks: see `normscope.nn.masking`; lengths
+        run along axis 1.
+        """
         if is_scripting():
             return self._scripted(x)
         if isinstance(x, Proxy):
-            return leaf(self, x)
+            return masked_leaf(self, x, mask, lengths, fill)
+        if is_packed(x):
+            return by_element(x, self.forward)
         last_sizes("RMSNorm", x, self.normalized_shape)
         weight: Tensor | None = self.weight
+        if mask is not None or lengths is not None:
+            if weight is None or weight.dtype == x.dtype or self.convention in ("torch", "gemma"):
+                return normalize_masked(self, x, mask, lengths, fill, time=1)
+            counts = valid("RMSNorm", x, mask, lengths, time=1)
+            return filled(weight * self._unit(x, weight.dtype, counts), self.spec, None, counts, fill)
         if self.convention == "torch":
             return rms_norm(x, self.normalized_shape, weight, self.eps)
         if weight is None or weight.dtype == x.dtype or self.convention == "gemma":
@@ -107,12 +119,12 @@ class RMSNorm(nn.RMSNorm):
             refuse_script(self)
         return self
 
-    def _unit(self, x: Tensor, weight_dtype: torch.dtype) -> Tensor:
+    def _unit(self, x: Tensor, weight_dtype: torch.dtype, mask: Tensor | None = None) -> Tensor:
         """Without the weight, in the dtype that llama and t5 multiply it with where it is not the input's."""
         plain = _spec(len(self.normalized_shape), self.eps, False, self.convention)
         if self.convention == "llama":
-            return normalize(x, plain)
-        y = normalize(x.float(), plain)
+            return normalize(x, plain, mask=mask)
+        y = normalize(x.float(), plain, mask=mask)
         return y.to(weight_dtype) if weight_dtype in HALF else y
 
     @property

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from normscope.functional import normalize
 from normscope.nn.arguments import last_sizes, positive_eps, sizes
+from normscope.nn.masking import by_element, is_packed, masked_leaf, normalize_masked
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
+from normscope.nn.torch_tools import Proxy, Unscriptable
 from normscope.spec import NormSpec, families
 
 
@@ -51,11 +52,19 @@ class ScaleNorm(Unscriptable):
         """Weight sqrt(features)."""
         nn.init.constant_(self.weight, math.sqrt(self.features))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """The length of each position, in training as in evaluation."""
+    def forward(
+        self, input: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, fill: str = "zero"
+    ) -> Tensor:
+        """The length of each position, in training as in evaluation. Masks: see `normscope.nn.masking`;
+        lengths run along axis 1.
+        """
         if isinstance(input, Proxy):
-            return leaf(self, input)
+            return masked_leaf(self, input, mask, lengths, fill)
+        if is_packed(input):
+            return by_element(input, self.forward)
         last_sizes("ScaleNorm", input, (self.features,))
+        if mask is not None or lengths is not None:
+            return normalize_masked(self, input, mask, lengths, fill, time=1)
         return normalize(input, self.spec, self.weight)
 
     @property

@@ -1,0 +1,92 @@
+"""Normalizations under a mask by kernels that know no masks.
+
+- By stored statistics, every element on its own: what does not count goes in as 0, and comes out as 0.
+- Statistic sets that count as a whole or not at all (a layer norm under a mask of positions): the same.
+- One set a channel, under a mask that is one for all channels (a batch norm under a mask of positions): the elements
+  that count are copied together and normalized, and put back. Their statistics are, bit for bit, those of a batch
+  without padding.
+
+Any other mask is for the composite path.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from normscope.functional.served import served
+from normscope.kernels import dispatch
+from normscope.kernels.elementary import axes_of, constant
+from normscope.spec import NormSpec, RunningState
+
+
+def masked(
+    input: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    state: RunningState | None,
+    training: bool,
+    mask: Tensor,
+) -> Tensor | None:
+    """None leaves the call, and its errors, to the composite path."""
+    mask = mask[(None,) * (input.dim() - mask.dim())]
+    fits = mask.dim() == input.dim() and all(
+        have in (1, size) for have, size in zip(mask.shape, input.shape, strict=True)
+    )
+    if mask.dtype != torch.bool or not fits or spec.remainder != "error":
+        return None
+    if (spec.running is not None and not training) or _leaves_sets_whole(spec, input, mask):
+        y = served(input.masked_fill(~mask, 0.0), spec, weight, bias, state, training)
+        return None if y is None else y.masked_fill(~mask, 0.0)
+    return _together(input, spec, weight, bias, state, mask)
+
+
+def _leaves_sets_whole(spec: NormSpec, input: Tensor, mask: Tensor) -> bool:
+    """Of a spec without state, which sets that do not count would move; with eps, without which zeros divide by 0."""
+    if spec.running is not None or spec.eps == 0:
+        return False
+    return all(axis.kept or mask.shape[axis.dim] == 1 for axis in axes_of(spec, tuple(input.shape)))
+
+
+def _together(
+    input: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    state: RunningState | None,
+    mask: Tensor,
+) -> Tensor | None:
+    joined = _one_set_a_channel(spec)
+    # how many elements count is known only where a call computes at once
+    if joined is None or torch.compiler.is_compiling() or dispatch.transforming() or dispatch.tracing():
+        return None
+    (channels,) = [axis.dim for axis in axes_of(spec, tuple(input.shape)) if axis.kept]
+    places = [dim for dim, size in enumerate(mask.shape) if size != 1]
+    if not places or channels in places:
+        return None
+    order = [*places, channels, *(dim for dim in range(input.dim()) if dim not in (*places, channels))]
+    moved = input.permute(order)
+    sizes = moved.shape
+    rows = moved.flatten(0, len(places) - 1)
+    index = mask.permute(order).flatten().nonzero().squeeze(1)
+    if not index.numel():
+        return None
+    y = served(rows.index_select(0, index), joined, weight, bias, state, True)
+    if y is None:
+        return None
+    back = [order.index(dim) for dim in range(input.dim())]
+    whole = y.new_zeros((prod(sizes[: len(places)]), *sizes[len(places) :])).index_copy(0, index, y)
+    whole = whole.view(sizes).permute(back)
+    return whole.contiguous() if input.is_contiguous() else whole
+
+
+@constant
+def _one_set_a_channel(spec: NormSpec) -> NormSpec | None:
+    """The same of elements (M, C, ...), where the channels alone are kept and all that is stored lives on them."""
+    on_channels = {spec.weight, spec.bias} <= {None, "", "c"} and spec.running_axes == "c"
+    if spec.pattern.kept != ("c",) or ("c",) not in spec.pattern.left or not on_channels or spec.whiten:
+        return None
+    return spec.replace(stats="b c ... -> c", ndim=None, sizes={}, sample_axis=None)
