@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from normscope.doctor.site import Site
 
 
+def encodable(text: str) -> str:
+    r"""Text with escapes for halves of surrogate pairs, which names may hold and UTF-8 has not.
+
+    >>> encodable("naïve"), encodable("half\udc80")
+    ('naïve', 'half\\udc80')
+    """
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 

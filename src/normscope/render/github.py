@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from normscope.doctor.wording import encodable
 from normscope.render.grouping import grouped, listed
 
 if TYPE_CHECKING:
@@ -30,5 +31,5 @@ def to_github(report: Report) -> str:
 
 
 def _escaped(text: str, in_property: bool = False) -> str:
-    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    text = encodable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if in_property else text

@@ -20,6 +20,7 @@ from markupsafe import Markup
 
 from normscope.doctor.rules import all_rules
 from normscope.doctor.suppress import told
+from normscope.doctor.wording import encodable
 from normscope.render import page_findings, page_sites
 from normscope.render.charts import PALETTE, Figure, network_figures, sensitivity_words, site_figures
 from normscope.render.grouping import counted
@@ -119,10 +120,7 @@ def _most_telling(sites: list[page_sites.SiteView]) -> list[page_sites.SiteView]
 
 
 def _encodable(value: Any) -> Any:
-    """Text with escapes for halves of surrogate pairs, which names may hold and UTF-8 has not."""
-    if not isinstance(value, str) or value.isascii():
-        return value
-    return type(value)(value.encode(errors="backslashreplace").decode())
+    return type(value)(encodable(value)) if isinstance(value, str) else value
 
 
 @cache

@@ -6,6 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from normscope.doctor.rules import all_rules
+from normscope.doctor.wording import encodable
 from normscope.render.grouping import Group, counted, grouped, label, listed, shown
 from normscope.render.text import summary
 
@@ -33,7 +34,7 @@ def document(report: Report, line: str = "") -> str:
     """A whole document; ``line`` stands above the report."""
     title = escape(f"Normscope: {report.target or 'model'}")
     said = f'<p class="normscope">{escape(line)}</p>' if line else ""
-    return (
+    return encodable(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title></head><body>{said}{fragment(report)}</body></html>\n"
@@ -65,7 +66,7 @@ def fragment(report: Report) -> str:
         + "</tr>"
         for row in report.sites
     )
-    return (
+    return encodable(
         f'<div class="normscope"><style>{STYLE}</style><h1>{escape(report.target or "model")}</h1>'
         f"<p>{escape(counted(len(report.sites), 'normalization'))}; {escape(summary(report))}.</p>"
         f"<section aria-label='Findings'>{findings}</section>"

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from normscope.doctor.baseline import fingerprint
 from normscope.doctor.rules import Rule, all_rules
+from normscope.doctor.wording import encodable
 
 if TYPE_CHECKING:
     from normscope.doctor.report import Finding, Report, Suppressed
@@ -71,7 +72,7 @@ def _result(finding: Finding, index: dict[str, int], report: Report) -> dict[str
     location: dict[str, Any] = {"logicalLocations": [{"fullyQualifiedName": name, "kind": "module"}]}
     file, _, line = report.source_at(finding.site).rpartition(":")
     if file:
-        place = {"artifactLocation": {"uri": quote(file)}, "region": {"startLine": int(line)}}
+        place = {"artifactLocation": {"uri": quote(encodable(file))}, "region": {"startLine": int(line)}}
         location["physicalLocation"] = place
     return {
         "ruleId": finding.code,

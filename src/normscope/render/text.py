@@ -6,6 +6,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from normscope.doctor.suppress import told
+from normscope.doctor.wording import encodable
 from normscope.render.grouping import Group, counted, grouped, label, listed, shown
 from normscope.render.randomness import kept_random_state
 
@@ -37,7 +38,7 @@ def print_report(report: Report, console: Console, *, hint: str = "") -> None:
     """
     known = [row for row in report.sites if row.spec is not None]
     unknown = len(report.sites) - len(known)
-    head = Text(f"{report.target or 'model'}: ", style="bold")
+    head = Text(encodable(f"{report.target or 'model'}: "), style="bold")
     head.append(counted(len(report.sites), "normalization"))
     if unknown:
         head.append(f" ({unknown} not identified)")
@@ -79,7 +80,7 @@ def _print_group(group: Group, console: Console) -> None:
     first = group.first
     head = Text(f"{first.severity:<8}", style=STYLES[first.severity])
     head.append(f"{first.code} {first.name}", style="bold")
-    head.append(f"  {label(first.site)}" + (f" ({first.mode})" if first.mode else ""))
+    head.append(encodable(f"  {label(first.site)}") + (f" ({first.mode})" if first.mode else ""))
     console.print(head)
     _indented(console, first.message)
     if first.evidence:
@@ -96,7 +97,7 @@ def _print_group(group: Group, console: Console) -> None:
 
 
 def _indented(console: Console, text: str, style: str = "") -> None:
-    console.print(Padding(Text(text, style=style), (0, 0, 0, 8)))
+    console.print(Padding(Text(encodable(text), style=style), (0, 0, 0, 8)))
 
 
 def _label(console: Console, word: str, text: str) -> None:
@@ -104,7 +105,7 @@ def _label(console: Console, word: str, text: str) -> None:
     grid = Table.grid(padding=(0, 0))
     grid.add_column(width=8, no_wrap=True)
     grid.add_column()
-    grid.add_row(Text(word, style="dim"), Text(text))
+    grid.add_row(Text(word, style="dim"), Text(encodable(text)))
     console.print(grid)
 
 
