@@ -6,40 +6,27 @@ from pathlib import Path
 
 import typer
 
-from normscope.cli import state_output, streams
+from normscope.cli import options, state_output, streams
 from normscope.cli.frame import FINDINGS, note
 from normscope.errors import BadInput
 
 
 def command(
-    target: str = typer.Argument(
-        ..., metavar="TARGET", help="package.module:attribute, or demo, demo:healthy."
-    ),
+    target: options.Target,
     to: str = typer.Option(
         ..., "--to", metavar="KIND", help="group, layer, instance, batch, sync or frozen."
     ),
     groups: int | None = typer.Option(None, "--groups", metavar="N", help="With --to group: how many."),
-    select: list[str] = typer.Option(
-        [],
-        "--select",
-        metavar="PATH",
-        help="A module path, or a pattern such as 'backbone.*.bn?'; repeatable.",
-    ),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Where the state dict goes: .safetensors."
-    ),
+    select: options.Select = None,
+    output: options.Output = None,
     data: Path | None = typer.Option(
         None, "--data", metavar="FILE", help="A batch that shows shapes: .npz, .npy, .pt or .safetensors."
     ),
-    input_: str | None = typer.Option(
-        None, "--input", metavar="SHAPE", help="Random input instead: 8x3x224x224, or 2x16:int64:30522."
-    ),
-    weights: Path | None = typer.Option(
-        None, "--weights", metavar="FILE", help="A state dict to load into the model: .safetensors or .pt."
-    ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Say what would change; write nothing."),
-    json: Path | None = typer.Option(None, "--json", metavar="FILE", help="Also write the report as JSON."),
-    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
+    input_: options.Input = None,
+    weights: options.Weights = None,
+    dry_run: options.DryRun = False,
+    json: options.Json = None,
+    traceback: options.Traceback = False,
 ) -> int:
     """Make the norms of a model into another kind. The function changes; the report lists how.
 
@@ -65,7 +52,7 @@ def command(
     if json is not None:
         json.write_text(report.to_json() + "\n", encoding="utf-8")
     if output is not None and report.done:
-        state_output.write(model, output)
+        state_output.write(model, output, report)
         print(f"written: {output}", file=out)
     out.flush()
     return 0 if report.done else FINDINGS

@@ -6,37 +6,24 @@ from pathlib import Path
 
 import typer
 
-from normscope.cli import state_output, streams
+from normscope.cli import options, state_output, streams
 from normscope.cli.frame import FINDINGS, note
 
 
 def command(
-    target: str = typer.Argument(
-        ..., metavar="TARGET", help="package.module:attribute, or demo, demo:healthy."
-    ),
+    target: options.Target,
     policy: str = typer.Option(
         "statistics", "--policy", metavar="POLICY", help="statistics, affine (gain and bias), or both."
     ),
-    select: list[str] = typer.Option(
-        [],
-        "--select",
-        metavar="PATH",
-        help="A module path, or a pattern such as 'backbone.*.bn?'; repeatable.",
-    ),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Where the state dict goes: .safetensors."
-    ),
+    select: options.Select = None,
+    output: options.Output = None,
     data: Path | None = typer.Option(
         None, "--data", metavar="FILE", help="A batch to verify on: .npz, .npy, .pt or .safetensors."
     ),
-    input_: str | None = typer.Option(
-        None, "--input", metavar="SHAPE", help="Random input instead: 8x3x224x224, or 2x16:int64:30522."
-    ),
-    weights: Path | None = typer.Option(
-        None, "--weights", metavar="FILE", help="A state dict to load into the model: .safetensors or .pt."
-    ),
-    json: Path | None = typer.Option(None, "--json", metavar="FILE", help="Also write the report as JSON."),
-    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
+    input_: options.Input = None,
+    weights: options.Weights = None,
+    json: options.Json = None,
+    traceback: options.Traceback = False,
 ) -> int:
     """Freeze a model's norms, verify it on inputs where there are any, and say which were frozen and why others not.
 
@@ -59,7 +46,7 @@ def command(
     if json is not None:
         json.write_text(report.to_json() + "\n", encoding="utf-8")
     if output is not None and report.done:
-        state_output.write(model, output)
+        state_output.write(model, output, report)
         print(f"written: {output}", file=out)
     if report.done:
         chosen = f", select={select!r}" if select else ""

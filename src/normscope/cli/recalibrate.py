@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from normscope.cli import state_output, streams
+from normscope.cli import options, state_output, streams
 from normscope.cli.frame import FINDINGS, note
 from normscope.errors import BadInput
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    target: str = typer.Argument(
-        ..., metavar="TARGET", help="package.module:attribute, or demo, demo:healthy."
-    ),
+    target: options.Target,
     data: Path = typer.Option(
         ..., "--data", metavar="FILE", help="Inputs to take statistics of: .npz, .npy, .pt or .safetensors."
     ),
@@ -29,33 +27,27 @@ def command(
     selection: str = typer.Option(
         ..., "--selection", metavar="TEXT", help="By which rule these samples were chosen."
     ),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Where the state dict goes: .safetensors."
-    ),
+    output: options.Output = None,
     method: str = typer.Option("exact", "--method", metavar="NAME", help="exact, ema or layerwise."),
     batch_size: int = typer.Option(64, "--batch-size", min=1, metavar="N", help="Samples in a forward pass."),
-    select: list[str] = typer.Option(
-        [],
-        "--select",
-        metavar="PATH",
-        help="A module path, or a pattern such as 'backbone.*.bn?'; repeatable.",
-    ),
+    select: options.Select = None,
     held_out: Path | None = typer.Option(
         None,
         "--held-out",
         metavar="FILE",
         help="Other inputs, on which outputs before and after are compared; with class labels as targets, accuracy.",
     ),
-    weights: Path | None = typer.Option(
-        None, "--weights", metavar="FILE", help="A state dict to load into the model: .safetensors or .pt."
-    ),
+    weights: options.Weights = None,
     dry_run: bool = typer.Option(False, "--dry-run", help="Report what would come of it; write nothing."),
     json: Path | None = typer.Option(
         None, "--json", metavar="FILE", help="Write the report, with provenance and the statistics before."
     ),
-    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
+    traceback: options.Traceback = False,
 ) -> int:
     """Take the running statistics of a model's norms from data: no labels, and no weight moves.
+
+    Where the data hold a mask (True where valid, samples on axis 0), only valid elements count. The file written says
+    where its statistics come from, which ``normscope check FILE`` shows.
 
     Where held-out targets show that accuracy fell, the report says so, and the file is written all the same.
 
@@ -77,9 +69,11 @@ def command(
     for said in loaded.notes:
         note(said)
     other = None if held_out is None else batches.read(held_out)
+    batch = batches.read(data)
     model, report = recalibrate(
         loaded.model,
-        _cut(batches.read(data).inputs, batch_size),
+        _cut(batch.inputs, batch_size),
+        mask=None if batch.mask is None else list(batch.mask.split(batch_size)),
         method=method,
         source=source,
         selection=selection,
@@ -93,7 +87,7 @@ def command(
     if json is not None:
         json.write_text(report.to_json() + "\n", encoding="utf-8")
     if output is not None:
-        state_output.write(model, output)
+        state_output.write(model, output, report)
         print(f"written: {output}", file=out)
     out.flush()
     return FINDINGS if report.worse else 0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import normscope
 from normscope.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from normscope.transforms.report import TransformReport
 
 
 def named(option: str, file: Path, suffix: str = ".safetensors") -> Path:
@@ -29,20 +33,38 @@ def named(option: str, file: Path, suffix: str = ".safetensors") -> Path:
     return file
 
 
-def write(model: nn.Module, file: Path) -> None:
-    """The model's state dict, first beside the file, so that a failure leaves what was there."""
+def write(model: nn.Module, file: Path, report: TransformReport | None = None) -> None:
+    """The model's state dict, first beside the file, so that a failure leaves what was there.
+
+    What was done goes into the file's metadata, as JSON under ``normscope``: command, version, and where the statistics
+    come from, or each normalization and what became of it.
+    """
     from safetensors.torch import save_file
 
-    part = file.with_name(f"{file.name}.part")
+    from normscope.targets.state_files.provenance import KEY
+
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     # contiguous copies: the format holds no shared memory
     state = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
+    metadata = {"format": "pt"}
+    if report is not None:
+        metadata[KEY] = json.dumps(_record(report))
     part.touch()
     mode = (
         part.stat().st_mode
     )  # as the umask says; safetensors puts a file of its own there, for the user alone
     try:
-        save_file(state, part)
+        save_file(state, part, metadata)
         part.chmod(mode)
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _record(report: TransformReport) -> dict[str, Any]:
+    record = {"command": report.transform, "version": normscope.__version__}
+    provenance = getattr(report, "provenance", None)
+    if provenance is not None:  # the statistics before stand in the report, and would fill the header
+        return record | {key: value for key, value in provenance.items() if key != "previous"}
+    sites = [{"name": s.name, "before": s.before, "after": s.after, "reason": s.reason} for s in report.sites]
+    return record | {"sites": sites}

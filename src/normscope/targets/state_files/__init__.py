@@ -18,6 +18,7 @@ from pathlib import Path
 from normscope.doctor.stored_state import Stored, StoredState, chosen_state
 from normscope.errors import BadInput, BadTarget
 from normscope.targets.state_files.folder import config_of, has_weights, weights_of
+from normscope.targets.state_files.provenance import told
 from normscope.targets.state_files.safetensors_file import read_header
 from normscope.targets.state_files.shards import INDEX, shards
 from normscope.targets.state_files.torch_file import read_tree
@@ -65,7 +66,8 @@ def _tensors(path: Path) -> tuple[dict[str, Stored], list[str]]:
     """Of one file."""
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
-        return read_header(path), []
+        tensors, metadata = read_header(path)
+        return tensors, told(metadata)
     if suffix not in SUFFIXES:
         raise BadTarget(f"{path} is no file of weights that is known: {', '.join(SUFFIXES)}, or *{INDEX}")
     tree = read_tree(path)

@@ -26,8 +26,8 @@ SUBBYTE = ("F4", "F6_E2M3", "F6_E3M2")
 RANK = 64
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """Every tensor of the file, by name; values are read when asked for.
+def read_header(path: Path) -> tuple[dict[str, Stored], Any]:
+    """Every tensor of the file, by name, and the file's metadata as it stands there; values are read when asked for.
 
     Raises:
         BadTarget: the file is no safetensors file, is truncated, or its header contradicts itself.
@@ -57,7 +57,7 @@ def read_header(path: Path) -> dict[str, Stored]:
                 shape, dtype, partial(read, path, start + begin, dtype, shape, row_major(shape))
             )
     _adjoining(path, spans, held)
-    return tensors
+    return tensors, header.get("__metadata__")
 
 
 def _entry(path: Path, name: str, entry: Any, held: int) -> tuple[str, tuple[int, ...], int, int]:
