@@ -41,7 +41,8 @@ class Reading:
     type_name: str
     """``torch.nn.BatchNorm2d``, ``onnx.LayerNormalization``, or the qualified name of a user's subclass"""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """weight, bias, running_mean, running_var, num_batches_tracked: those that it has. References, never copies"""
+    """weight, bias, running_mean, running_var, num_batches_tracked: those that it has, as arrays of its framework.
+    References, never copies"""
     mode_now: str = "input"
     mode_train: str = "input"
     """the mode after ``.train()``"""
@@ -51,6 +52,8 @@ class Reading:
     """in which of train and eval a forward moves the stored statistics"""
     synchronized: bool = False
     """in training, statistics are taken over all ranks of a process group"""
+    remarks: tuple[str, ...] = ()
+    """what no specification says: how the sums are taken, how outputs are cast"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +87,13 @@ class Reader:
 
 def qualified_name(cls: type) -> str:
     """Name of a class for people: ``torch.nn.BatchNorm2d``, not ``torch.nn.modules.batchnorm.BatchNorm2d``."""
-    homes = {"torch.nn.modules.": "torch.nn", "normscope.nn.": "normscope.nn"}
+    homes = {
+        "torch.nn.modules.": "torch.nn",
+        "normscope.nn.": "normscope.nn",
+        "keras.src.layers.": "keras.layers",
+        "flax.nnx.": "flax.nnx",
+        "flax.linen.": "flax.linen",
+    }
     home = next(
         (public for inside, public in homes.items() if cls.__module__.startswith(inside)), cls.__module__
     )

@@ -28,10 +28,10 @@ def adapt(fn: Any, example: Any) -> Box | None:
         shape = tuple(int(n) for n in example.shape)
     else:
         return None
-    twin, weights = _twin(fn, shape)
+    twin, weights = twin_of(fn, shape)
 
     def call(x: Array) -> Any:
-        with _wide():
+        with in_float64():
             twin.set_weights(weights)  # what a training call moved goes back
             return np.asarray(
                 keras.ops.convert_to_numpy(twin(keras.ops.convert_to_tensor(x, dtype="float64")))
@@ -41,10 +41,10 @@ def adapt(fn: Any, example: Any) -> Box | None:
     return Boxed(f"Keras layer {type(fn).__name__}, on {backend} float64", 2.0**-53, call)
 
 
-def _twin(layer: Any, shape: tuple[int, ...]) -> tuple[Any, list[Any]]:
+def twin_of(layer: Any, shape: tuple[int, ...]) -> tuple[Any, list[Any]]:
     """A float64 layer like this one, and its weights."""
     try:
-        with _wide():
+        with in_float64():
             twin = type(layer).from_config({**layer.get_config(), "dtype": "float64"})
             twin.build(shape)
             weights = [np.asarray(weight, dtype=np.float64) for weight in layer.get_weights()]
@@ -59,7 +59,7 @@ def _twin(layer: Any, shape: tuple[int, ...]) -> tuple[Any, list[Any]]:
 
 
 @contextmanager
-def _wide() -> Iterator[None]:
+def in_float64() -> Iterator[None]:
     """64-bit numbers: in JAX where that is the backend, and in Keras's own table of promotions.
 
     Keras narrows float64 with anything to float32 (its ``BIT64_TO_BIT32_DTYPE``), in layers of dtype float64 too. Where

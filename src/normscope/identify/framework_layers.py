@@ -1,0 +1,147 @@
+"""Keras and Flax layers as functions in float64: in training and in evaluation, with other values where asked.
+
+The layer itself is never run: a Keras layer by a float64 twin, a Flax module by copies of its variables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from normscope.reading import Reading, read
+from normscope.reading.by_class import home_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+    Values = Mapping[str, Array]
+
+STORED = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class FrameworkLayer:
+    """A layer of Keras or Flax with what it is."""
+
+    name: str
+    reading: Reading
+    held: dict[str, Array]
+    """parameters and stored statistics by their usual names"""
+    run: Callable[[Array, bool, Values], tuple[Array, dict[str, Array]]]
+    """input, training, values that replace those held -> output, stored statistics afterwards"""
+
+
+def framework_layer(obj: Any, shape: tuple[int, ...]) -> FrameworkLayer | None:
+    """A normalization of Keras, flax.nnx or flax.linen on inputs of this shape; None for anything else.
+
+    Raises UnknownNormalization where it is one that no specification holds, BadInput where it cannot be copied.
+    """
+    maker = _maker(obj)
+    if maker is None:
+        return None
+    reading = read(obj, input_ndim=len(shape))
+    held = {name: _array(value) for name, value in reading.tensors.items()}
+    return FrameworkLayer(f"{reading.type_name}, on float64", reading, held, maker(obj, reading, shape))
+
+
+def _maker(obj: Any) -> Callable[..., Any] | None:
+    from normscope.reading import flax_layers, flax_linen, flax_nnx, keras
+
+    if home_of(obj, keras.PACKAGE, keras.KINDS):
+        return _keras
+    if home_of(obj, flax_nnx.PACKAGE, flax_layers.NAMES):
+        return _nnx
+    if home_of(obj, flax_linen.PACKAGE, flax_layers.NAMES):
+        return _linen
+    return None
+
+
+def _keras(layer: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
+    from normscope.identify.adapters.keras_layers import in_float64, twin_of
+    from normscope.reading.keras import variables_of
+
+    ops = sys.modules["keras"].ops
+    twin, weights = twin_of(layer, shape)
+    twin.trainable = layer.trainable
+    mode = {"BatchNormalization"} & {cls.__qualname__ for cls in type(layer).__mro__}
+
+    def run(x: Array, training: bool, values: Values) -> tuple[Array, dict[str, Array]]:
+        with in_float64():
+            twin.set_weights(weights)
+            held = variables_of(twin)
+            for name, value in values.items():
+                held[name].assign(value)
+            given = ops.convert_to_tensor(x, dtype="float64")
+            y = twin(given, training=training) if mode else twin(given)
+            after = {name: _array(ops.convert_to_numpy(v)) for name, v in variables_of(twin).items()}
+            return _array(ops.convert_to_numpy(y)), {n: after[n] for n in STORED if n in after}
+
+    return run
+
+
+def _nnx(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
+    from flax import nnx
+
+    from normscope.identify.adapters.jax_arrays import double_precision, widened
+    from normscope.reading.flax_nnx import VARIABLES, held
+
+    graph, state = nnx.split(module)
+    mode = "running_mean" in reading.tensors
+
+    def run(x: Array, training: bool, values: Values) -> tuple[Array, dict[str, Array]]:
+        import jax.numpy as jnp
+
+        with double_precision():
+            copy = nnx.merge(graph, widened(state))
+            for name, value in values.items():
+                getattr(copy, VARIABLES[name])[...] = jnp.asarray(value)
+            given = jnp.asarray(x, dtype=jnp.float64)
+            y = copy(given, use_running_average=not training) if mode else copy(given)
+            after = {name: _array(held(getattr(copy, VARIABLES[name]))) for name in STORED if mode}
+            return _array(y), after
+
+    return run
+
+
+def _linen(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
+    from normscope.errors import BadInput
+    from normscope.identify.adapters.jax_arrays import double_precision, widened
+    from normscope.reading.flax_linen import VARIABLES
+
+    if module.scope is None:
+        raise BadInput(
+            f"{reading.type_name} is not bound to variables. Pass module.bind(variables), with variables from "
+            "module.init(key, x)"
+        )
+    unbound, variables = module.unbind()
+    mode = "running_mean" in reading.tensors
+    if mode:
+        unbound = unbound.clone(use_running_average=None)
+
+    def run(x: Array, training: bool, values: Values) -> tuple[Array, dict[str, Array]]:
+        import jax.numpy as jnp
+
+        with double_precision():
+            copy = {name: dict(held) for name, held in widened(dict(variables)).items()}
+            for name, value in values.items():
+                collection, own = VARIABLES[name]
+                copy[collection][own] = jnp.asarray(value)
+            given = jnp.asarray(x, dtype=jnp.float64)
+            if not mode:
+                return _array(unbound.apply(copy, given)), {}
+            y, moved = unbound.apply(copy, given, use_running_average=not training, mutable=["batch_stats"])
+            after = {name: _array(moved["batch_stats"][VARIABLES[name][1]]) for name in STORED}
+            return _array(y), after
+
+    return run
+
+
+def _array(value: Any) -> Array:
+    if hasattr(value, "detach"):  # of Keras on torch
+        value = value.detach().double().cpu()
+    return np.array(value, dtype=np.float64)
