@@ -118,16 +118,18 @@ def _run(run: str, subject: Subject, listeners: list[Probe], reasons: dict[str, 
 
     args, kwargs = variants.inputs_for(run, subject)
     watching = watch(subject.sites, run, tell)
+    ran = False
     try:
         if run == "gradient":
             leaves, (args, kwargs) = variants.differentiable((args, kwargs))
             with subject.session.gradient_run(args, kwargs, mode=MODES[run], watch=(watching,)) as output:
+                ran = True
                 return _gradients(subject, output, leaves)
         output = subject.session.forward(args, kwargs, mode=MODES[run], watch=(watching,))
         subject.outputs[run] = detached(output)
-    except BadInput:  # the loss is the user's
-        raise
     except (Exception, SystemExit) as error:
+        if ran and isinstance(error, BadInput):  # the loss is the user's
+            raise
         # The model ran in eval mode when its sites were found; that it cannot run otherwise is a result, not a crash.
         return f"{RAISED} the {run.replace('_', ' ')} run: {told(error)}"
     return ""

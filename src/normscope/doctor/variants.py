@@ -80,6 +80,7 @@ def _companions(t: torch.Tensor, batch: int) -> torch.Tensor:
         return t
     # half of the others stand in for all of them; of two samples, sample 0 keeps company with itself
     others = torch.arange(batch - 1, device=t.device) % max(1, (batch - 1) // 2) + (1 if batch > 2 else 0)
+    others = others.roll(-1)  # those next to sample 0 too, which may share a virtual batch with it
     index = torch.cat([torch.zeros(1, dtype=others.dtype, device=t.device), others])
     return t.index_select(0, index).contiguous(memory_format=_format(t))
 

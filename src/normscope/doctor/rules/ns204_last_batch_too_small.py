@@ -8,7 +8,8 @@ shapes seen in a forward: samples times places.
 - one element a set: a warning. PyTorch raises; a norm written by hand outputs its bias;
 - two elements: a warning. Every pair comes out as +1 and -1 whatever it was, and the running variance takes the
   estimate in;
-- three or four elements: info. The standard deviation is known to 50 % and 41 %.
+- three or four elements: info. The standard deviation is known to 50 % and 41 %;
+- a ghost batch norm whose virtual batches do not divide it, with `remainder="error"`: a warning. It raises.
 
 The batch of the check is taken for a training batch. Whether the loader drops the last batch (`drop_last=True`)
 cannot be seen from here.
@@ -47,12 +48,14 @@ from typing import TYPE_CHECKING
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import fold, percent, plural
+from normscope.spec.pattern import PatternError
 
 if TYPE_CHECKING:
     from normscope.doctor.site import Site
     from normscope.doctor.subject import Subject
 
 LARGEST = 4
+UNEVEN = 0
 
 
 @rule("NS204", "last-batch-too-small", kinds="D", needs=("data",))
@@ -86,23 +89,30 @@ def _set_sizes(subject: Subject, site: Site, last: int) -> Iterator[int]:
             continue  # its rows are not samples times something
         shape = list(call.shape)
         shape[axis] = shape[axis] // subject.batch_size * last
-        yield spec.bind(tuple(shape)).set_size
+        try:
+            yield spec.bind(tuple(shape)).set_size
+        except PatternError:  # no multiple of its virtual batches
+            yield UNEVEN
 
 
 def _finding(subject: Subject, site: Site, size: int, last: int) -> Finding:
-    if size == 1:
+    last_batch = plural(last, "sample")
+    if size == UNEVEN:
+        what = f"{last_batch}, which do not fall into its virtual batches: the layer raises"
+    elif size == 1:
         what = "its output is the bias, and PyTorch's own layers raise"
     elif size == 2:
         what = "every pair comes out as +1 and -1"
     else:
         what = f"their scale is known to {percent((1 / (2 * (size - 1))) ** 0.5)}"
+    if size != UNEVEN:
+        what = f"{last_batch}, whose statistic sets here have {plural(size, 'element')}: {what}"
     return Finding(
         code="NS204",
         site=site.name,
         severity="warning" if size <= 2 else "info",
         message=f"{subject.dataset_size} training samples in batches of {subject.batch_size} leave a last batch of "
-        f"{plural(last, 'sample')}, whose statistic sets here have {plural(size, 'element')}: {what} (unless the "
-        "loader drops that batch, which cannot be seen).",
+        f"{what} (unless the loader drops that batch, which cannot be seen).",
         evidence={
             "dataset_size": subject.dataset_size,
             "batch_size": subject.batch_size,

@@ -23,6 +23,7 @@ from normscope.doctor.tracing.paths import Frame, ModuleNames, ModuleStack
 from normscope.doctor.tracing.readings import ModuleReading
 from normscope.doctor.tracing.residual import taken_apart
 from normscope.reading import read_call
+from normscope.spec.pattern import PatternError
 
 if TYPE_CHECKING:
     from normscope.doctor.tracing.dataflow import Node
@@ -145,7 +146,7 @@ class NormCalls:
             frame=frame,
             input=given,
             output=output,
-            spec=bound.spec,
+            spec=_on(given, bound.spec, found.mode),
             reason=bound.reason,
             mode=found.mode,
             tensors=tensors,
@@ -281,3 +282,16 @@ def _unfused() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _on(x: Tensor, spec: NormSpec | None, mode: str) -> NormSpec | None:
+    """The specification of a call. Stored statistics normalize each element alone, so that a batch which is no multiple
+    of a virtual one is none of its errors: there are none to fall into."""
+    group = () if spec is None else spec.sample_group or ()
+    if spec is None or mode not in ("running", "frozen") or len(group) != 2 or "t" in group:
+        return spec
+    try:
+        spec.bind(tuple(x.shape))
+    except PatternError:
+        return spec.replace(remainder="balanced")
+    return spec
