@@ -76,6 +76,7 @@ def _replace(norm: Any, step: Step) -> None:
     if step.becomes == IDENTITY:
         norm._parameters.clear()
         norm._buffers.clear()
+        norm._modules.clear()  # of a norm that is made of others, all that it computed is gone
         kept = vars(nn.Module())
         for name in [name for name in vars(norm) if name not in kept]:
             del vars(norm)[name]

@@ -97,7 +97,17 @@ def plan(
         sites = find_sites(session, args, kwargs)
         session.forward(args, kwargs, mode="eval", watch=(_counting(runs),))
     surroundings = Surroundings(Holdings(model), runs)
-    return [_planned(site, surroundings, gains=gains, center=center) for site in sites]
+    planned = [_planned(site, surroundings, gains=gains, center=center) for site in sites]
+    return [_inside(one, planned) for one in planned]
+
+
+def _inside(one: Step | Stays, planned: list[Step | Stays]) -> Step | Stays:
+    """What a norm is made of goes with it."""
+    for other in planned:
+        whole = isinstance(other, Step) and other.becomes == IDENTITY
+        if whole and other is not one and one.site.startswith(f"{other.site}."):
+            return Stays(one.site, one.before, Obstacle(f"is part of {other.site}, which is gone"))
+    return one
 
 
 @contextmanager
