@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -205,6 +206,31 @@ def test_ghost_norm_counts_every_virtual_batch() -> None:
     assert new.num_batches_tracked == trained.num_batches_tracked == 3
     whole, _ = recalibrate(Stated(spec, (2,)), x)
     torch.testing.assert_close(whole.running_var, x.var(0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("norm", "x"),
+    [
+        (own.GhostBatchNorm2d(2, size=4), seeded(8, 2, 3, 3)),
+        (own.BatchRenorm2d(2), seeded(8, 2, 3, 3)),
+        (own.ThresholdBatchNorm2d(2), seeded(3, 4, 2, 3, 3)),
+        (own.BatchNormThroughTime2d(3, 2), seeded(3, 4, 2, 3, 3)),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_ema_is_what_training_stores(norm: nn.Module, x: Tensor) -> None:
+    norm = norm.double()
+    new, _ = recalibrate(norm, [x, 3 + 2 * x], method="ema")
+    trained = copy.deepcopy(norm)
+    for batch in (x, 3 + 2 * x):
+        trained(batch)
+    for (name, value), wanted in zip(new.named_buffers(), trained.buffers(), strict=True):
+        # two updates by some hundred numbers in float64
+        torch.testing.assert_close(value, wanted, rtol=1e-13, atol=1e-13, msg=name)
+    everything = torch.ones(x.shape[1] if x.ndim == 5 else len(x), dtype=torch.bool)
+    masked, _ = recalibrate(norm, [x, 3 + 2 * x], method="ema", mask=[everything, everything])
+    for (name, value), wanted in zip(masked.named_buffers(), trained.buffers(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-13, atol=1e-13, msg=name)
 
 
 # -- where a mask lies -------------------------------------------------------------------------------------------------

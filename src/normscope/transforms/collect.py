@@ -17,7 +17,7 @@ from normscope.errors import BadInput
 from normscope.kernels.elementary import Elementary, names_of
 from normscope.nn.masking import valid
 from normscope.reading import read
-from normscope.spec import Cast, NormSpec
+from normscope.spec import Cast, NormSpec, RunningState
 from normscope.transforms.chosen import Chosen
 from normscope.transforms.masks import Valid
 
@@ -89,8 +89,10 @@ class Collector:
             if isinstance(mask, str) or mask is None or reading.mode_now != "batch" or not bool(mask.any()):
                 return output
             held = reading.tensors
+            # read by batch renormalization; copies, since training moves them
+            state = RunningState(*(held[name].clone() for name in ("running_mean", "running_var")))
             return functional.normalize(
-                x, reading.spec, held.get("weight"), held.get("bias"), training=True, mask=mask
+                x, reading.spec, held.get("weight"), held.get("bias"), running=state, training=True, mask=mask
             )
 
         return left

@@ -131,7 +131,8 @@ class _Averages:
         old = self.of.get(path) or _stored(site)
         mean, var = statistics(moments, site)
         rate = _momentum(site, old.counter + 1)
-        new_mean, new_var = ((1 - rate) * a + rate * b for a, b in ((old.mean, mean), (old.var, var)))
+        new_mean = (1 - rate) * old.mean + rate * mean
+        new_var = _averaged_variance(site, old.var, var, rate)
         if isinstance(moments.count, Tensor):  # what no valid element came into stays
             there = (moments.count > 0).reshape(-1, *mean.shape)[0]
             new_mean, new_var = (
@@ -180,6 +181,16 @@ def _estimates(sites: Sequence[Chosen], found: _Totals, ranks: Ranks) -> Estimat
         for site, moments in zip(sites, ranks.merged(own), strict=True)
         if not moments.empty
     }
+
+
+def _averaged_variance(site: Chosen, old: Tensor, new: Tensor, rate: float) -> Tensor:
+    assert site.reading is not None
+    spec = site.reading.spec
+    if spec.running is None or spec.running.averages == "variance":
+        return (1 - rate) * old + rate * new
+    eps = spec.eps or 0.0  # sqrt(v + eps) is what moves
+    moved = (1 - rate) * (old + eps).sqrt() + rate * (new + eps).sqrt()
+    return (moved.square() - eps).clamp(min=0)
 
 
 def _stored(site: Chosen) -> Estimate:
