@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import normscope
 
@@ -167,6 +168,59 @@ class WrongBesideCuts(Stage):
         return Wrong.apply(h) * scale + h.detach()
 
 
+class Checkpointed(Stage):
+    """A cut inside a part that reentrant checkpointing runs twice, unseen both times."""
+
+    def middle(self, h):
+        return checkpoint(lambda h: h * h.detach().square(), h, use_reentrant=True)
+
+
+class WrongCheckpointed(Stage):
+    def middle(self, h):
+        return checkpoint(lambda h: Wrong.apply(h) + h.detach(), h, use_reentrant=True)
+
+
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+
+class DetachedLayerNorm(Affine):
+    def forward(self, x):
+        mean, v = x.mean(-1, keepdim=True).detach(), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) / torch.sqrt(v + 1e-5).detach() * self.weight + self.bias
+
+
+class DetachedRMSNorm(Affine):
+    def forward(self, x):
+        with torch.no_grad():
+            inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return x * inverse * self.weight
+
+
+class WithoutGradient(Affine):
+    def forward(self, x):
+        y = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5)
+        return y.detach() * self.weight + self.bias
+
+
+class HalfAGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g / 2
+
+
+class WrongAndDetached(Affine):
+    def forward(self, x):
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5).detach()
+        return HalfAGradient.apply(x * inverse + 0)
+
+
 def padded() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(10, 8, padding_idx=0), nn.LayerNorm(8), nn.Linear(8, 4))
@@ -198,6 +252,7 @@ HELD = {
     "item": (Number, x, "item (1)"),
     "detach_": (InPlace, x, "detach_ (1)"),
     "moving average": (MovingAverage, x, "torch.no_grad (2)"),
+    "reentrant checkpoint": (Checkpointed, x, "detach (1)"),
     "a sound function beside a cut": (Squared, x, "detach (1)"),
 }
 
@@ -236,6 +291,61 @@ def test_a_wrong_backward_beside_cuts_is_still_found() -> None:
     step = normscope.explain(WrongBesideCuts(), x()).steps[3]
     assert step.ok is False
     assert f"{__name__}.Wrong" in step.todo
+
+
+def test_a_detach_inside_a_reentrant_checkpoint_hid_a_wrong_backward() -> None:
+    before = torch.utils.checkpoint.CheckpointFunction
+    step = normscope.explain(WrongCheckpointed(), x()).steps[3]
+    assert step.ok is False
+    assert f"{__name__}.Wrong" in step.todo
+    assert torch.utils.checkpoint.CheckpointFunction is before
+
+
+def gradients_of(norm: nn.Module) -> normscope.doctor.explain.Step:
+    model = Stage()
+    model.norm = norm
+    return normscope.explain(model, x()).steps[3]
+
+
+@pytest.mark.parametrize(
+    ("norm", "said"),
+    [
+        (
+            DetachedLayerNorm,
+            "norm cuts its mean and its scale off from the gradient (detach (2)): autograd agrees with differences "
+            "that hold this fixed, which is the gradient of a shift and a scale by constants; along a random direction "
+            "of the input it says ",
+        ),
+        (
+            DetachedRMSNorm,
+            "norm cuts its scale off from the gradient (torch.no_grad (1)): autograd agrees with differences that hold "
+            "this fixed, which is the gradient of a scale by constants; along a random direction of the input it says ",
+        ),
+    ],
+)
+def test_statistics_detached_on_purpose_were_called_a_wrong_gradient(norm: Any, said: str) -> None:
+    step = gradients_of(norm())
+    (line,) = (line for line in step.seen if line.startswith("norm cuts"))
+    assert line.startswith(said)
+    autograd, moving = (float(n) for n in line[len(said) : -1].split(" where what is computed changes by "))
+    assert abs(autograd - moving) > 0.1
+    assert step.ok
+    assert step.follows == (
+        "gradients are those of what is computed, with what norm cut off held fixed. Where that is not meant, let "
+        "autograd follow it."
+    )
+
+
+def test_a_norm_that_passes_no_gradient_is_told() -> None:
+    step = gradients_of(WithoutGradient())
+    assert step.ok
+    assert "norm passes no gradient to the input, on which its output depends (detach (1))." in step.seen
+
+
+def test_a_wrong_backward_beside_detached_statistics_is_no_choice() -> None:
+    step = gradients_of(WrongAndDetached())
+    assert step.ok is False
+    assert (step.site, f"{__name__}.HalfAGradient" in step.todo) == ("norm", True)
 
 
 def test_a_small_bert_was_called_wrong() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
-from normscope.doctor.diagnosis.alone import Alone
+from normscope.doctor.diagnosis.slopes import DIRECTIONS, Cut, Slope, slopes_alone
 from normscope.doctor.diagnosis.step import Case, Step
 from normscope.doctor.diagnosis.stopped import Stopped
 from normscope.doctor.nested import mapped, tensors
@@ -18,10 +16,6 @@ from normscope.doctor.wording import label, listed, number, plural
 from normscope.errors import told
 
 TITLE = "gradients"
-DIRECTIONS = 3
-STEPS = (1e-3, 5e-4)
-ALLOWED = 1e-5
-"""of the size of the gradient along a direction; differences themselves are right to 1e-9 where all is float64"""
 SAMPLES = 8
 ASIDE = 1e-2
 """how far each parameter is moved, at random, before the model's gradient is compared"""
@@ -29,51 +23,19 @@ LARGEST = 50_000_000
 """numbers in a model of which a float64 copy is made"""
 
 
-@dataclass(frozen=True)
-class Slope:
-    """A derivative along one direction."""
-
-    of: str
-    autograd: float
-    difference: float
-    doubt: float
-    """how much two step sizes disagree"""
-    scale: float
-    """size that a random direction would show"""
-    replaced: tuple[str, ...] = ()
-    """functions whose backward is on purpose not their derivative"""
-    stopped: str = ""
-    """what was held fixed, because the model cuts it off from the gradient"""
-
-    @property
-    def error(self) -> float:
-        return abs(self.autograd - self.difference) / max(self.scale, 1e-300)
-
-    @property
-    def wrong(self) -> bool:
-        return not self.replaced and self.apart
-
-    @property
-    def apart(self) -> bool:
-        if self.autograd != self.autograd:
-            return True
-        return abs(self.autograd - self.difference) > ALLOWED * self.scale + 10 * self.doubt
-
-    def line(self) -> str:
-        return (
-            f"along a random direction of {self.of}: autograd {number(self.autograd)}, finite differences "
-            f"{number(self.difference)}{self.stopped}"
-        )
-
-
 def step(case: Case) -> Step:
     found: dict[str, list[Slope]] = {}
+    cuts: dict[str, Cut] = {}
     failures: dict[str, str] = {}
     for alone in case.alone:
         try:
-            found[label(alone.site)] = list(_site(alone))
+            slopes, cut = slopes_alone(alone)
         except (Exception, SystemExit) as error:
             failures[label(alone.site)] = told(error)
+        else:
+            found[label(alone.site)] = slopes
+            if cut is not None:
+                cuts[label(alone.site)] = cut
     wrong = {
         name: max(slopes, key=lambda s: s.error)
         for name, slopes in found.items()
@@ -85,6 +47,7 @@ def step(case: Case) -> Step:
         rest = " in all other directions" if wrong else ""
         compared = f"{plural(len(found), 'norm')} compared alone"
         seen.append(f"{compared}: largest error{rest} {number(max(errors))} of the gradient.")
+    seen += [f"{name} {cut.line()}." for name, cut in list(cuts.items())[:2]]
     if failures:
         seen.append(f"no gradient: {listed([f'{name} ({why})' for name, why in failures.items()], 2)}.")
     whole: Slope | None = None
@@ -109,6 +72,12 @@ def step(case: Case) -> Step:
         )
     elif not found and whole is None:
         follows, todo = "no gradient could be compared.", ""
+    elif cuts:
+        follows, todo = (
+            f"gradients are those of what is computed, with what {listed(list(cuts))} cut off held fixed. Where that "
+            "is not meant, let autograd follow it.",
+            "",
+        )
     else:
         follows, todo = "gradients are those of what is computed.", ""
     failed = bool(wrong) or (whole is not None and whole.wrong)
@@ -123,19 +92,6 @@ def step(case: Case) -> Step:
         next(iter(wrong), ""),
         todo,
     )
-
-
-def _site(alone: Alone) -> Iterator[Slope]:
-    """Slopes in the input and in each parameter."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(alone.shape, dtype=torch.float64, generator=generator).requires_grad_()
-    weights = torch.randn(alone.shape, dtype=torch.float64, generator=generator)
-
-    def value() -> torch.Tensor:
-        return (alone(x) * weights).sum()
-
-    named = {"the input": x, **{f"its {name}": p for name, p in alone.module.named_parameters()}}
-    yield from _slopes(value, named, generator)
 
 
 def _model(case: Case) -> Slope | None:
@@ -212,41 +168,10 @@ def _projected(output: object) -> torch.Tensor | None:
     return torch.stack(parts).sum() if parts else None
 
 
-def _slopes(
-    value: Callable[[], torch.Tensor], named: dict[str, torch.Tensor], generator: torch.Generator
-) -> Iterator[Slope]:
-    leaves = {name: t for name, t in named.items() if t.requires_grad}
-    grads: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-        value(), list(leaves.values()), allow_unused=True
-    )
-    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-        if grad is None:
-            continue
-        scale = max(float(grad.norm()) / max(1.0, leaf.numel() ** 0.5), 1e-9)
-        for _ in range(DIRECTIONS):
-            direction = torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator)
-            direction /= direction.norm()
-            sizes = [_central(value, leaf, direction, h) for h in STEPS]
-            # the error of the finer is a third of the difference, so the extrapolation leaves next to none
-            best = sizes[1] + (sizes[1] - sizes[0]) / 3
-            yield Slope(name, float((grad * direction).sum()), best, abs(sizes[1] - sizes[0]), scale)
-
-
-def _central(
-    value: Callable[[], torch.Tensor], leaf: torch.Tensor, direction: torch.Tensor, h: float
-) -> float:
-    def at(distance: float) -> float:
-        with torch.no_grad():
-            leaf.add_(direction, alpha=distance)
-            found = float(value())
-            leaf.sub_(direction, alpha=distance)
-        return found
-
-    return (at(h) - at(-h)) / (2 * h)
-
-
 def _custom(case: Case) -> list[str]:
     """The user's own ``autograd.Function`` classes in the graph of the output."""
     subject = case.subject
-    with subject.session.gradient_run(subject.args or (), subject.kwargs, mode="batch") as output:
+    with subject.session.gradient_run(
+        subject.args or (), subject.kwargs, mode="batch", watch=[Stopped()]
+    ) as output:
         return own_functions(t for _, t in tensors(output, "output"))

@@ -2,8 +2,9 @@
 
 What autograd derives is the model with these values as constants, so that is what differences must be taken of:
 ``detach``, ``.data`` and numbers taken out of tensors, what is computed under ``torch.no_grad``, and the rows that an
-embedding looks up for its padding. An ``autograd.Function`` may replace a derivative that there is not (a spike,
-rounding) or that is not wanted (gradient reversal); these are named.
+embedding looks up for its padding. A part under reentrant checkpointing, which runs unseen and then again in the
+backward pass, is run as it stands: that is the same function with the same gradient. An ``autograd.Function`` may
+replace a derivative that there is not (a spike, rounding) or that is not wanted (gradient reversal); these are named.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import checkpoint as checkpointing
 
 from normscope.doctor.nested import tensors
 
@@ -23,10 +25,22 @@ _NUMBERS = frozenset({torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__flo
 _EMBEDDING = torch.nn.functional.embedding
 _GUMBEL = torch.nn.functional.gumbel_softmax
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_CHECKPOINT = checkpointing.CheckpointFunction
 NEAR = 1e-6
 """a shift of the input that moves every output of a function that has a derivative"""
 STEPS = 0.01
 """share of outputs that may move so where a function is made of steps: those that stood at an edge"""
+
+
+class _Straight:
+    """Reentrant checkpointing that keeps all and recomputes nothing."""
+
+    @staticmethod
+    def apply(function: Any, preserve: Any, *args: Any) -> Any:
+        if any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            return function(*args)
+        again: Any = _CHECKPOINT
+        return again.apply(function, preserve, *args)  # which passes no gradient then
 
 
 class Stopped(TorchFunctionMode):
@@ -35,13 +49,26 @@ class Stopped(TorchFunctionMode):
     def __init__(self, first: Stopped | None = None) -> None:
         super().__init__()
         self._first = first
-        self._values: list[Any] = []
+        self.values: list[Any] = []
+        """what was cut off, in order"""
         self._lent: list[tuple[torch.Tensor, int]] = []
         self._functions: dict[type, tuple[Any, ...]] = {}
         self.by: dict[str, int] = {}
         """what cut values off, and how many"""
         self.hard: list[str] = []
         """of torch itself: functions whose backward is that of another function"""
+
+    def __enter__(self) -> Stopped:
+        self._checkpoint = checkpointing.CheckpointFunction
+        checkpointing.CheckpointFunction = _Straight  # type: ignore
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        try:
+            super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        finally:
+            checkpointing.CheckpointFunction = self._checkpoint  # type: ignore
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,17 +111,17 @@ class Stopped(TorchFunctionMode):
 
     def _fixed(self, value: Any, func: Any) -> Any:
         """The value, noted; in a later run the one of the first."""
-        place = len(self._values)
-        self._values.append(value.detach().clone() if isinstance(value, torch.Tensor) else value)
+        place = len(self.values)
+        self.values.append(value.detach().clone() if isinstance(value, torch.Tensor) else value)
         if self._first is None:
             enabled = torch.is_grad_enabled() or func in _CUTS or func in _NUMBERS
             what = (resolve_name(func) or "").split(".")[-1] or "detach" if enabled else "torch.no_grad"
             what = {"__get__": "data"}.get(what, what)
             self.by[what] = self.by.get(what, 0) + 1
             return value
-        if place >= len(self._first._values):
+        if place >= len(self._first.values):
             raise ValueError("it takes another way through its code when its parameters move")
-        known = self._first._values[place]
+        known = self._first.values[place]
         if isinstance(known, torch.Tensor) and known.shape != value.shape:
             raise ValueError("it takes another way through its code when its parameters move")
         return known.clone() if isinstance(known, torch.Tensor) else known
