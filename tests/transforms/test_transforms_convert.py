@@ -108,6 +108,71 @@ def test_shared_modules_stay_shared() -> None:
     assert report.done[0].aliases == ("b",)
 
 
+@pytest.mark.parametrize(("to", "given"), [("renorm", {}), ("ghost", {"size": 4, "remainder": "short"})])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(12, 1e-3, 0.3), nn.BatchNorm1d(12, affine=False)], ids=["2d", "1d"]
+)
+def test_renorm_and_ghost_carry_all_and_come_back(to: str, given: dict[str, Any], norm: nn.Module) -> None:
+    model = net(filled(copy.deepcopy(norm)))
+    model[0].num_batches_tracked.fill_(15_000)
+    new, report = convert(model, to, **given)
+    assert len(report.done) == 1
+    assert str(report).startswith("convert: THE FUNCTION CHANGES")
+    assert (new[0].eps, new[0].momentum) == (norm.eps, norm.momentum)
+    x = X if norm.eps == 1e-3 else X[:, :, 0, 0]
+    assert torch.equal(new.eval()(x), own_batch(model)(x))
+    if to == "renorm":
+        assert new[0].spec.running.renorm == (1 + 2 * (10 / 35), 2.5), "the counter is the step"
+    back, _ = convert(new, "batch")
+    assert type(back[0]) is type(norm)
+    assert all(torch.equal(value, back.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def own_batch(model: nn.Module) -> nn.Module:
+    """The same batch norm in the arithmetic of normscope.nn, in eval."""
+    return convert(model, "ours")[0].eval()
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm2d(12, 1e-3, None), nn.BatchNorm2d(12, track_running_stats=False), nn.GroupNorm(3, 12),
+     nn.InstanceNorm2d(12, affine=True, track_running_stats=True)],
+    ids=["batch", "untracked", "group", "instance"],
+)  # fmt: skip
+def test_ours_and_back_computes_the_same(norm: nn.Module) -> None:
+    model = net(filled(norm))
+    ours, report = convert(model, "ours")
+    assert type(ours[0]).__module__.startswith("normscope.nn")
+    assert str(report).startswith("convert: the specification stays, and the outputs were not compared")
+    assert report.properties == ()
+    assert json.loads(report.to_json())["function_changes"] is False
+    back, _ = convert(ours, "torch")
+    assert repr(back) == repr(model)
+    assert back.state_dict().keys() == model.state_dict().keys()
+    torch.testing.assert_close(ours(X), back(X), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.state_dict(), back.state_dict(), rtol=1e-12, atol=1e-12)
+    assert convert(model, "torch")[1].left[0].reason == "is a layer of torch.nn already"
+
+
+class Stepped(nn.BatchNorm2d):
+    """Takes (T, N, C, H, W) in its multi-step mode."""
+
+    step_mode = "m"
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(0, 1)).unflatten(0, input.shape[:2])
+
+
+@pytest.mark.parametrize("to", ["group", "renorm", "sync"])
+def test_step_modes_are_kept(to: str) -> None:
+    model, x = net(Stepped(12)).eval(), X.float().unsqueeze(0)
+    wanted = model(x)
+    new, report = convert(model, to, sample=x)
+    assert type(new[0]) is Stepped
+    assert "overrides forward" in report.left[0].reason
+    assert torch.equal(new(x), wanted)
+
+
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
@@ -143,8 +208,9 @@ def test_the_report_says_first_that_the_function_changes() -> None:
         "convert: THE FUNCTION CHANGES: validate the model again, and train it further where it got worse"
     )
     assert report.properties == (
-        ("statistics", "b c ... -> c", "b (g c) ... -> b g"),
+        ("statistics", "b c ... -> c", "b (g c) ... -> b g, g=6"),
         ("gains on", "c", "(g c)"),
+        ("stored", "running momentum 0.1, unbiased", "nothing"),
         ("removes a shift", "along c", "along b, g"),
         ("removes a scale", "along c", "along b, g"),
         ("couples samples", "yes", "no"),
@@ -162,6 +228,7 @@ def test_the_report_says_first_that_the_function_changes() -> None:
 
 def test_frozen_and_sync_say_what_changes() -> None:
     assert convert(net(nn.BatchNorm2d(12)), "frozen")[1].properties == (
+        ("stored", "running momentum 0.1, unbiased", "running momentum 0.0, unbiased"),
         ("in training by", "batch", "frozen"),
         ("in evaluation by", "running", "frozen"),
     )
@@ -226,6 +293,15 @@ def hooked() -> nn.Module:
         ),
         (nn.GroupNorm(3, 12), "sync", "is no batch norm"),
         (nn.BatchNorm2d(12), "batch", "is a BatchNorm2d already"),
+        (nn.BatchNorm1d(12), "batch", "is a BatchNorm1d already"),
+        (own.BatchRenorm2d(12), "ours", "is a layer of normscope.nn already"),
+        (own.BatchRenorm2d(12), "torch", "has no counterpart in torch.nn"),
+        (
+            own.BatchNorm2d(12, running_correction=0),
+            "torch",
+            "stores a biased variance, which no layer of torch.nn does",
+        ),
+        (nn.SyncBatchNorm(12), "renorm", "does not tell how many axes its input has: give a sample"),
         (nn.LayerNorm(3), "batch", "is a LayerNorm, whose own code would be dropped"),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else str(v)[:12],
@@ -259,10 +335,14 @@ def test_one_position_is_refused_with_a_sample() -> None:
 
 def test_errors() -> None:
     with pytest.raises(BadInput) as caught:
-        convert(net(nn.BatchNorm2d(12)), "renorm")
+        convert(net(nn.BatchNorm2d(12)), "switch")
     assert str(caught.value) == (
-        "to is one of 'group', 'layer', 'instance', 'batch', 'sync', 'frozen'; got 'renorm'"
+        "to is one of 'group', 'layer', 'instance', 'batch', 'sync', 'frozen', 'renorm', 'ghost', 'ours', 'torch'; got "
+        "'switch'"
     )
+    with pytest.raises(BadInput) as caught:
+        convert(net(nn.BatchNorm2d(12)), "ghost")
+    assert str(caught.value) == "to='ghost' needs the size of a virtual batch; got none. Write size=32"
     with pytest.raises(BadInput) as caught:
         convert(net(nn.BatchNorm2d(12)), "layer", groups=3)
     assert str(caught.value) == "groups is of to='group'; got to='layer'"

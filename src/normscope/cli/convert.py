@@ -14,9 +14,18 @@ from normscope.errors import BadInput
 def command(
     target: options.Target,
     to: str = typer.Option(
-        ..., "--to", metavar="KIND", help="group, layer, instance, batch, sync or frozen."
+        ...,
+        "--to",
+        metavar="KIND",
+        help="group, layer, instance, batch, sync, frozen, renorm, ghost, ours, torch.",
     ),
     groups: int | None = typer.Option(None, "--groups", metavar="N", help="With --to group: how many."),
+    size: int | None = typer.Option(
+        None, "--size", metavar="N", help="With --to ghost: samples of a virtual batch."
+    ),
+    remainder: str = typer.Option(
+        "error", "--remainder", metavar="RULE", help="With --to ghost: error, short or balanced."
+    ),
     select: options.Select = None,
     output: options.Output = None,
     data: Path | None = typer.Option(
@@ -46,7 +55,14 @@ def command(
     for said in loaded.notes:
         note(said)
     model, report = convert(
-        loaded.model, to, groups=groups, select=select or None, sample=loaded.inputs, dry_run=dry_run
+        loaded.model,
+        to,
+        groups=groups,
+        size=size,
+        remainder=remainder,
+        select=select or None,
+        sample=loaded.inputs,
+        dry_run=dry_run,
     )
     print(report, file=out)
     if json is not None:

@@ -10,19 +10,25 @@ import torch
 from torch import Tensor, nn
 
 import normscope.nn as own
+from normscope.errors import BadInput
 from normscope.transforms.frozen import frozen_parts
 
 MOST_GROUPS = 32
 """as in Wu and He 2018"""
 BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+RENORM = (own.BatchRenorm1d, own.BatchRenorm2d, own.BatchRenorm3d)
+GHOST = (own.GhostBatchNorm1d, own.GhostBatchNorm2d, own.GhostBatchNorm3d)
+OF_BATCHES = (*BATCH, *RENORM, *GHOST, nn.SyncBatchNorm)
+"""those whose training normalizes by the batch and stores it"""
 KNOWN: tuple[type, ...] = (
-    *BATCH, *INSTANCE, nn.SyncBatchNorm, nn.GroupNorm,
+    *OF_BATCHES, *INSTANCE, nn.GroupNorm,
     own.BatchNorm1d, own.BatchNorm2d, own.BatchNorm3d,
     own.InstanceNorm1d, own.InstanceNorm2d, own.InstanceNorm3d,
     own.GroupNorm, own.ChannelsFirstLayerNorm, own.FrozenBatchNorm,
 )  # fmt: skip
 """exactly these classes: a subclass has code of its own, which would be gone"""
+UNTOLD = "does not tell how many axes its input has: give a sample"
 Made = nn.Module | str
 """the new layer, or the reason why there is none"""
 
@@ -34,7 +40,10 @@ class Old:
     module: Any
     shapes: tuple[tuple[int, ...], ...]
     """of its inputs on the sample; empty without one"""
-    groups: int | None
+    groups: int | None = None
+    size: int | None = None
+    """of virtual batches"""
+    remainder: str = "error"
 
     @property
     def channels(self) -> int:
@@ -49,11 +58,24 @@ class Old:
     @property
     def ndim(self) -> int | None:
         """Axes of its input with the batch axis; None where neither the class nor a sample tells."""
-        for kinds in (BATCH, INSTANCE):
-            for axes, kind in enumerate(kinds, start=3):
-                if isinstance(self.module, kind) and (axes > 3 or kinds is INSTANCE):
-                    return axes
+        if self._class_dims is not None and (self._class_dims > 1 or isinstance(self.module, INSTANCE)):
+            return self._class_dims + 2
         return len(self.shapes[0]) if self.shapes else None
+
+    @property
+    def dims(self) -> int | None:
+        """1, 2 or 3, as in the name of a batch norm; None where neither the class nor a sample tells."""
+        if self._class_dims is not None:
+            return self._class_dims
+        return max(len(self.shapes[0]) - 2, 1) if self.shapes else None
+
+    @property
+    def _class_dims(self) -> int | None:
+        for kinds in (BATCH, INSTANCE, RENORM, GHOST):
+            for dims, kind in enumerate(kinds, start=1):
+                if isinstance(self.module, kind):
+                    return dims
+        return None
 
     @property
     def positions_certain(self) -> bool:
@@ -81,7 +103,10 @@ def make(to: str, old: Old) -> Made:
         return f"is a {type(module).__qualname__}, whose own code would be dropped"
     if _has_hooks(module):
         return "has hooks, which belong to the module that it is: remove them first"
-    made = KINDS[to](old)
+    try:
+        made = KINDS[to](old)
+    except BadInput as error:  # an eps of 0, or positions that virtual batches cannot have
+        return str(error)
     if isinstance(made, nn.Module):
         if type(made) is type(module) and not isinstance(made, nn.GroupNorm):
             return f"is a {type(made).__name__} already"
@@ -121,16 +146,33 @@ def _instance(old: Old) -> Made:
 
 
 def _batch(old: Old) -> Made:
-    if old.ndim is None:
-        return "does not tell how many axes its input has: give a sample"
-    kind = getattr(_home(old), f"BatchNorm{max(old.ndim - 2, 1)}d")
+    if old.dims is None:
+        return UNTOLD
+    home = nn if isinstance(old.module, (*RENORM, *GHOST)) else _home(old)
+    return _of_batches(getattr(home, f"BatchNorm{old.dims}d"), old)
+
+
+def _renorm(old: Old) -> Made:
+    return UNTOLD if old.dims is None else _of_batches(getattr(own, f"BatchRenorm{old.dims}d"), old)
+
+
+def _ghost(old: Old) -> Made:
+    if old.dims is None:
+        return UNTOLD
+    virtual = {"size": old.size, "remainder": old.remainder}
+    return _of_batches(getattr(own, f"GhostBatchNorm{old.dims}d"), old, **virtual)
+
+
+def _of_batches(kind: Any, old: Old, **more: Any) -> nn.Module:
     momentum = getattr(old.module, "momentum", 0.1)
-    made: nn.Module = kind(old.channels, old.module.eps, momentum, _affine(old.module), **_place(old.module))
+    made: nn.Module = kind(
+        old.channels, old.module.eps, momentum, _affine(old.module), **more, **_place(old.module)
+    )
     return made
 
 
 def _sync(old: Old) -> Made:
-    if not isinstance(old.module, BATCH):
+    if not isinstance(old.module, OF_BATCHES):
         return "is no batch norm"
     module = old.module
     return nn.SyncBatchNorm(
@@ -139,9 +181,38 @@ def _sync(old: Old) -> Made:
 
 
 def _frozen(old: Old) -> Made:
-    if not isinstance(old.module, (*BATCH, nn.SyncBatchNorm)) or old.module.running_mean is None:
+    if not isinstance(old.module, OF_BATCHES) or old.module.running_mean is None:
         return "stores no statistics of batches that could be frozen"
     return own.FrozenBatchNorm(old.channels, old.module.eps, **_place(old.module))
+
+
+def _ours(old: Old) -> Made:
+    if type(old.module).__module__.startswith(own.__name__):
+        return "is a layer of normscope.nn already"
+    return _counterpart(old, own, "normscope.nn")
+
+
+def _torch(old: Old) -> Made:
+    if type(old.module).__module__.startswith(nn.__name__):
+        return "is a layer of torch.nn already"
+    if getattr(old.module, "running_correction", 1) != 1:
+        return "stores a biased variance, which no layer of torch.nn does"
+    return _counterpart(old, nn, "torch.nn")
+
+
+def _counterpart(old: Old, home: Any, called: str) -> Made:
+    module = old.module
+    kind = getattr(home, type(module).__name__, None)
+    if kind is None:
+        return f"has no counterpart in {called}"
+    if isinstance(module, nn.GroupNorm):
+        made: nn.Module = kind(
+            module.num_groups, module.num_channels, module.eps, _affine(module), **_place(module)
+        )
+        return made
+    state = (module.momentum, _affine(module), module.track_running_stats)
+    made = kind(module.num_features, module.eps, *state, **_place(module))
+    return made
 
 
 KINDS: dict[str, Callable[[Old], Made]] = {
@@ -151,7 +222,13 @@ KINDS: dict[str, Callable[[Old], Made]] = {
     "batch": _batch,
     "sync": _sync,
     "frozen": _frozen,
+    "renorm": _renorm,
+    "ghost": _ghost,
+    "ours": _ours,
+    "torch": _torch,
 }
+SAME = ("ours", "torch")
+"""whose layers compute what those before computed"""
 
 
 def _carry(old: Any, new: Any) -> None:
@@ -165,10 +242,19 @@ def _carry(old: Any, new: Any) -> None:
             setattr(new, name, held)
         else:  # a buffer of a frozen norm
             setattr(new, name, nn.Parameter(held.detach().clone()))
+    untracked = isinstance(old, OF_BATCHES) and old.running_mean is None
+    alike = isinstance(old, OF_BATCHES) and isinstance(new, OF_BATCHES)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         held = getattr(old, name, None)
-        if new._buffers.get(name) is not None and isinstance(held, Tensor):
+        if isinstance(held, Tensor) and (alike or new._buffers.get(name) is not None):
             new._buffers[name] = held.detach().clone()
+        elif untracked and alike and not isinstance(new, RENORM):  # which cannot do without
+            new._buffers[name] = None
+    if alike and not (untracked and isinstance(new, RENORM)):
+        new.track_running_stats = old.track_running_stats
+    for name in ("float32_statistics", "running_correction"):
+        if hasattr(old, name) and hasattr(new, name):
+            setattr(new, name, getattr(old, name))
     new.train(old.training)
 
 

@@ -17,10 +17,11 @@ from normscope.reading import Reading, read
 from normscope.reading.base import qualified_name
 from normscope.transforms import optimizers
 from normscope.transforms.chosen import Chosen, Model, Select, chosen, copied, one_of
-from normscope.transforms.conversions import KINDS, Old, make
+from normscope.transforms.conversions import KINDS, SAME, Old, make
 from normscope.transforms.report import SiteChange, TransformReport
 
 FIRST = "THE FUNCTION CHANGES: validate the model again, and train it further where it got worse"
+STAYS = "the specification stays, and the outputs were not compared"
 UNLISTED = ("folds", "caution")
 """properties that say what could be done, not what the function is"""
 
@@ -31,14 +32,17 @@ class ConvertReport(TransformReport):
 
     properties: tuple[tuple[str, str, str], ...] = ()
     """(property, before, after) of all that was converted, each once"""
+    function_changes: bool = True
+    """False between layers of torch.nn and their counterparts in normscope.nn"""
 
     def to_json(self) -> str:
         """Everything, as JSON."""
-        more = {"function_changes": bool(self.done), "properties": [list(row) for row in self.properties]}
+        changes = bool(self.done) and self.function_changes
+        more = {"function_changes": changes, "properties": [list(row) for row in self.properties]}
         return json.dumps(json.loads(super().to_json()) | more, indent=2)
 
     def __str__(self) -> str:
-        lines = [f"convert: {FIRST}"] if self.done else []
+        lines = [f"convert: {FIRST if self.function_changes else STAYS}"] if self.done else []
         lines.append(super().__str__())
         lines += [f"  {name}: was {before}; now {after}" for name, before, after in self.properties]
         return "\n".join(lines)
@@ -49,6 +53,8 @@ def convert(
     to: str,
     *,
     groups: int | None = None,
+    size: int | None = None,
+    remainder: str = "error",
     select: Select = None,
     sample: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -58,16 +64,21 @@ def convert(
     """Make norms of a model into norms of another kind. What the model computes changes.
 
     ``to``: ``"group"`` (torch.nn.GroupNorm), ``"layer"`` (normscope.nn.ChannelsFirstLayerNorm, over the channels of
-    each position), ``"instance"``, ``"batch"``, ``"sync"`` (torch.nn), or ``"frozen"`` (normscope.nn.FrozenBatchNorm).
-    From any of these; layers of normscope.nn stay in it. Gain, bias, eps, momentum and mode are carried over,
-    parameters as the objects they are; statistics where both kinds store them.
+    each position), ``"instance"``, ``"batch"``, ``"sync"`` (torch.nn), ``"frozen"`` (normscope.nn.FrozenBatchNorm),
+    ``"renorm"`` (normscope.nn.BatchRenorm, with the limits of the paper at the step that the counter says) or
+    ``"ghost"`` (normscope.nn.GhostBatchNorm of ``size``). From any of these; layers of normscope.nn stay in it where
+    torch.nn has the kind too. ``"ours"`` and ``"torch"``: batch, instance and group norms of torch.nn made those of
+    normscope.nn, and back, which computes the same. Gain, bias, eps, momentum, flags and mode are carried over,
+    parameters as the objects they are; statistics and counters where both kinds store them.
 
     Groups: as many as divide the channels, at most 32, with at least two channels each, else one; or ``groups``. What
-    would have sets of one element is left, with the reason, and so are subclasses, whose own code would be gone, norms
-    with hooks, and norms that are frozen.
+    would have sets of one element is left, with the reason, and so are subclasses, whose own code would be gone (time
+    axes of step modes among it), norms with hooks, and norms that are frozen.
 
     Args:
         model: any module that holds the norms; one that is itself a norm is returned as another.
+        size, remainder: with ``"ghost"``, samples of a virtual batch, and what a batch does that is no multiple:
+            ``"error"``, ``"short"`` or ``"balanced"``.
         select: which norms, as in `freeze`.
         sample: an input as for `normscope.check`; it shows the shapes that come into norms, which some need.
         optimizer: with ``inplace``: gains and biases that became buffers (``"frozen"``) leave its groups with their
@@ -78,23 +89,28 @@ def convert(
     whether samples are coupled, what is stored, modes). It is never verified: there is nothing that stays the same.
 
     Raises:
-        BadInput: another word, ``groups`` below 1 or for another kind, ``select`` names nothing, ``inplace`` where the
-            model itself is the norm, or an optimizer without ``inplace`` or of another model.
+        BadInput: another word, ``groups`` or ``size`` below 1 or for another kind, ``"ghost"`` without ``size``,
+            ``select`` names nothing, ``inplace`` where the model itself is the norm, or an optimizer without
+            ``inplace`` or of another model.
 
     Wu and He 2018, Group Normalization, https://arxiv.org/abs/1803.08494, section 4 (32 groups).
 
     >>> model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64))
     >>> converted, report = convert(model, "group")
     >>> converted[1].num_groups, report.properties[0]
-    (32, ('statistics', 'b c ... -> c', 'b (g c) ... -> b g'))
+    (32, ('statistics', 'b c ... -> c', 'b (g c) ... -> b g, g=32'))
     """
     arguments.module(model)
     optimizers.checked(optimizer, model, inplace=inplace)
     one_of("to", to, KINDS)
-    if groups is not None:
-        if to != "group":
-            raise BadInput(f"groups is of to='group'; got to={to!r}")
-        arguments.whole_number("groups", groups, 1, 2**31)
+    for name, value, kind in (("groups", groups, "group"), ("size", size, "ghost")):
+        if value is not None:
+            if to != kind:
+                raise BadInput(f"{name} is of to={kind!r}; got to={to!r}")
+            arguments.whole_number(name, value, 1, 2**31)
+    if to == "ghost" and size is None:
+        raise BadInput("to='ghost' needs the size of a virtual batch; got none. Write size=32")
+    one_of("remainder", remainder, ("error", "short", "balanced"))
     sites = chosen(model, select)
     if inplace and any(not site.path for site in sites):
         raise BadInput(
@@ -105,7 +121,7 @@ def convert(
     modules = dict(unwrap(subject).named_modules())
     changes, rows, made = [], [], {}
     for site in sites:
-        new = _made(to, site, Old(modules[site.path], shapes.get(site.path, ()), groups))
+        new = _made(to, site, Old(modules[site.path], shapes.get(site.path, ()), groups, size, remainder))
         after, reason = ("", new) if isinstance(new, str) else (qualified_name(type(new)), "")
         changes.append(SiteChange(site.name, site.type_name, after, reason, site.aliases))
         if isinstance(new, nn.Module) and site.reading is not None:
@@ -123,6 +139,7 @@ def convert(
         notes=notes,
         dry_run=dry_run,
         properties=tuple(dict.fromkeys(rows)),
+        function_changes=to not in SAME,
     )
     return (model if dry_run else subject), report
 
@@ -169,7 +186,12 @@ def _differences(before: Reading, after: Reading) -> list[tuple[str, str, str]]:
 
 def _table(reading: Reading) -> dict[str, str]:
     spec = reading.spec
-    found = {"statistics": spec.stats, "gains on": spec.weight or "none"}
+    clauses = str(spec).split("; ")
+    found = {
+        "statistics": clauses[0],
+        "gains on": spec.weight or "none",
+        "stored": next((clause for clause in clauses if clause.startswith("running ")), "nothing"),
+    }
     for line in str(spec.properties()).splitlines():
         name, _, value = line.partition(": ")
         if name not in UNLISTED:
@@ -181,7 +203,7 @@ def _table(reading: Reading) -> dict[str, str]:
 def _notes(
     to: str, sites: list[Chosen], made: dict[nn.Module, nn.Module], modules: dict[str, nn.Module]
 ) -> tuple[str, ...]:
-    if to not in ("batch", "sync"):
+    if to not in ("batch", "sync", "renorm", "ghost"):
         return ()
     fresh = [
         site.name
