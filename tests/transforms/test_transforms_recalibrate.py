@@ -390,7 +390,7 @@ def once() -> Iterator[Tensor]:
         ),
         (
             net(), [X * torch.tensor([1.0, float("inf"), 1.0]).double()[:, None, None]], {}, BadInput,
-            "1: 6 of 6 channels get statistics that are not finite (NaN, infinity, or numbers beyond the dtype came "
+            "1: 6 of 6 channels get statistics that are not finite (NaN, infinity, or numbers beyond float64 came "
             "in); the model is as it was. Check the data and what stands before this norm",
         ),
         (
@@ -443,3 +443,53 @@ def test_numpy_agrees_with_the_reference() -> None:
     new, _ = recalibrate(nn.BatchNorm2d(3).double(), X)
     np.testing.assert_allclose(new.running_mean.numpy(), np.squeeze(mean), rtol=1e-13)
     np.testing.assert_allclose(new.running_var.numpy(), np.squeeze(var) * count / (count - 1), rtol=1e-12)
+
+
+# -- what broke it -----------------------------------------------------------------------------------------------------
+
+
+def test_a_variance_that_half_cannot_hold_is_refused() -> None:
+    model = nn.BatchNorm2d(3).half()
+    with pytest.raises(BadInput) as caught:
+        recalibrate(model, (1000 * X).half())
+    assert str(caught.value).startswith(
+        "the model itself: 3 of 3 channels get statistics that are not finite (NaN, infinity, or numbers beyond "
+        "float16 came in)"
+    )
+
+
+def test_a_last_batch_of_one_says_what_to_do() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    x = seeded(5, 3)
+    with pytest.raises(BadInput) as caught:
+        recalibrate(model, list(x.split(2)))
+    assert str(caught.value) == (
+        "batch 3 cannot be normalized by itself: Expected more than 1 value per channel when training, got input size "
+        'torch.Size([1, 4]). Use method="layerwise", which runs norms in eval, or batches of at least two samples '
+        "(drop_last=True)"
+    )
+    assert recalibrate(model, list(x.split(2)), method="layerwise")[1].done
+
+
+def test_norms_that_store_in_one_tensor_are_left() -> None:
+    model = net()
+    model[5].running_mean = model[1].running_mean
+    with pytest.raises(Refused) as caught:
+        recalibrate(model, X)
+    assert str(caught.value) == (
+        "no normalization has running statistics to recalibrate (1: stores its statistics in a tensor of 5, where only "
+        "one's fit; 5: stores its statistics in a tensor of 1, where only one's fit)"
+    )
+
+
+@pytest.mark.parametrize("method", ["exact", "layerwise"])
+def test_inference_mode(method: str) -> None:
+    wanted, _ = recalibrate(net(), X, method=method)
+    with torch.inference_mode():
+        found, _ = recalibrate(net().eval(), X, method="layerwise")
+        made = net().eval()
+    assert not any(t.is_inference() for t in found.state_dict().values())
+    recalibrate(made, X, method="layerwise", inplace=True)
+    inside, _ = recalibrate(made, X, method=method)
+    assert torch.equal(inside[1].running_var, wanted[1].running_var)
+    assert made[1].running_var.is_inference()

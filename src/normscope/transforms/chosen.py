@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from normscope.doctor.modes import has_running_state
@@ -119,7 +120,8 @@ def copied(model: Model, doing: str) -> Model:
                 f"before. Run the model once on a batch, then {doing} it"
             )
     try:
-        return copy.deepcopy(model)
+        with torch.inference_mode(False):  # or the copy could never be written outside
+            return copy.deepcopy(model)
     except Exception as error:
         reason = shortened(told(error), lines=1, width=REASON)
         raise BadInput(

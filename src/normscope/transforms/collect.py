@@ -90,7 +90,7 @@ class Collector:
                 return output
             held = reading.tensors
             # read by batch renormalization; copies, since training moves them
-            state = RunningState(*(held[name].clone() for name in ("running_mean", "running_var")))
+            state = RunningState(held["running_mean"].clone(), held["running_var"].clone())
             return functional.normalize(
                 x, reading.spec, held.get("weight"), held.get("bias"), running=state, training=True, mask=mask
             )

@@ -35,10 +35,13 @@ class Estimate:
     def write(self, module: Any) -> None:
         """Into the buffers that are there."""
         held = read(module).tensors
-        held["running_mean"].copy_(self.mean)
-        held["running_var"].copy_(self.var)
+        new = {"running_mean": self.mean, "running_var": self.var}
         if self.counts and "num_batches_tracked" in held:
-            held["num_batches_tracked"].fill_(self.counter)
+            new["num_batches_tracked"] = torch.tensor(self.counter)
+        for name, value in new.items():
+            # a tensor made in inference mode can only be written there
+            with torch.inference_mode(held[name].is_inference()), torch.no_grad():
+                held[name].copy_(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +86,7 @@ def layerwise(model: nn.Module, sites: Sequence[Chosen], loader: Loader, ranks: 
             if path in refused:
                 continue
         estimates |= _estimates(one, found, ranks)
-        with torch.no_grad():
-            estimates[path].write(modules[path])
+        estimates[path].write(modules[path])
     return Result(estimates, order, refused)
 
 
@@ -102,6 +104,11 @@ METHODS: dict[str, Callable[[nn.Module, Sequence[Chosen], Loader, Ranks], Result
     "ema": ema,
     "layerwise": layerwise,
 }
+
+
+ONE_VALUE = "Expected more than 1 value per channel when training"
+"""how torch begins"""
+MORE = 'Use method="layerwise", which runs norms in eval, or batches of at least two samples (drop_last=True)'
 
 
 class _Totals:
@@ -158,6 +165,13 @@ def _pass(
                     session.model, sites, found.take, valid, refused=found.refused, by_batch=mode == "batch"
                 )
                 session.forward(args, kwargs, mode=mode, watch=(watch,))
+    except ValueError as error:
+        alone = str(error).startswith(ONE_VALUE)
+        failure = (
+            BadInput(f"batch {loader.batches} cannot be normalized by itself: {error}. {MORE}")
+            if alone
+            else error
+        )
     except Exception as error:
         failure = error
     ranks.agree(failure)

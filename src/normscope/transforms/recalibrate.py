@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from normscope.distributed import Ranks
@@ -18,72 +16,17 @@ from normscope.doctor.refusals import Refused, refuse_unmaterialized, unwrap
 from normscope.errors import BadInput
 from normscope.transforms.chosen import Chosen, Model, Select, chosen, copied, one_of
 from normscope.transforms.frozen import frozen_parts
-from normscope.transforms.held_out import HeldOut, Metric, compared
+from normscope.transforms.held_out import Metric, compared
 from normscope.transforms.loader import Loader
 from normscope.transforms.masks import Mask
 from normscope.transforms.passes import METHODS, Estimate
-from normscope.transforms.report import SiteChange, TransformReport
+from normscope.transforms.recalibration_report import RecalibrationReport, Shift
+from normscope.transforms.report import SiteChange
+
+__all__ = ["ATTRIBUTE", "RecalibrationReport", "recalibrate"]
 
 ATTRIBUTE = "normscope_recalibration"
 """of the model: plain data, which copies and pickles with it"""
-
-
-@dataclass(frozen=True)
-class Shift:
-    """How far the statistics of one norm went, over its channels."""
-
-    site: str
-    mean: float
-    """the largest, in standard deviations as they were stored"""
-    variance_least: float
-    """the smallest ratio of new to stored variance"""
-    variance_most: float
-
-
-@dataclass(frozen=True)
-class RecalibrationReport(TransformReport):
-    """Result of `recalibrate`: sites as in every report, where the statistics come from, how far they went."""
-
-    provenance: dict[str, Any] = field(default_factory=dict)
-    """what is kept on the model too, as ``model.normscope_recalibration``"""
-    shifts: tuple[Shift, ...] = ()
-    held_out: HeldOut | None = None
-
-    @property
-    def worse(self) -> bool | None:
-        """Whether the metric fell on held-out inputs; None where none was given."""
-        return None if self.held_out is None else self.held_out.worse
-
-    def to_json(self) -> str:
-        """Everything, as JSON."""
-        more = {
-            "provenance": self.provenance,
-            "shifts": [asdict(shift) for shift in self.shifts],
-            "held_out": None if self.held_out is None else asdict(self.held_out) | {"worse": self.worse},
-        }
-        return json.dumps(json.loads(super().to_json()) | more, indent=2)
-
-    def __str__(self) -> str:
-        known = self.provenance
-        lines = [super().__str__()]
-        lines.append(
-            f"  {known['method']}: {known['samples']} samples in {known['batches']} batches"
-            f"{'' if known['ranks'] == 1 else ' on {} ranks'.format(known['ranks'])}, "
-            f"{'mask {} valid, '.format(known['valid']) if 'valid' in known else ''}no labels, "
-            f"data {known['data'][:12]}, source {known['source'] or 'not declared'}, "
-            f"selection {known['selection'] or 'not declared'}"
-        )
-        for shift in sorted(self.shifts, key=lambda s: -s.mean)[:3]:
-            lines.append(
-                f"  {shift.site or 'the model itself'}: means went by up to {shift.mean:.2g} standard deviations, "
-                f"variances to {shift.variance_least:.2g} to {shift.variance_most:.2g} times"
-            )
-        held = (
-            "whether it got worse was not looked at: pass held_out, and a metric"
-            if self.held_out is None
-            else ""
-        )
-        return "\n".join([*lines, f"  {held or self.held_out}"])
 
 
 def recalibrate(
@@ -160,7 +103,7 @@ def recalibrate(
     arguments.module(model)
     one_of("method", method, METHODS)
     sites = chosen(model, select)
-    faults = {site.path: _fault(site) for site in sites}
+    faults = {site.path: _fault(site) or _shared(site, sites) for site in sites}
     live = [site for site in sites if not faults[site.path]]
     ranks = Ranks.present() if distributed in (None, True) else Ranks()
     _refuse(model, live, sites, faults, method, ranks)
@@ -213,6 +156,15 @@ def _fault(site: Chosen) -> str:
     return ""
 
 
+def _shared(site: Chosen, sites: list[Chosen]) -> str:
+    """Whose statistics lie in the same tensor, "" where nobody's do."""
+    mine = {id(_tensors(site)[name]) for name in ("running_mean", "running_var")}
+    for other in sites:
+        if other is not site and mine & {id(tensor) for tensor in _tensors(other).values()}:
+            return f"stores its statistics in a tensor of {other.name or 'the model itself'}, where only one's fit"
+    return ""
+
+
 def _refuse(
     model: nn.Module,
     live: list[Chosen],
@@ -249,14 +201,15 @@ def _refuse_unfit(live: list[Chosen], refused: dict[str, str]) -> None:
 def _refuse_values(called: list[Chosen], estimates: dict[str, Estimate], order: list[str]) -> None:
     for site in sorted(called, key=lambda s: order.index(s.path)):
         found = estimates[site.path]
-        bad = ~(found.mean.isfinite() & found.var.isfinite())
+        dtype = _tensors(site)["running_var"].dtype  # a variance of 1e6 is infinite in float16
+        bad = ~(found.mean.to(dtype).isfinite() & found.var.to(dtype).isfinite())
         if bool(bad.any()):
             why = (
                 "one element a channel"
                 if found.elements == 1
                 else "no valid element"
                 if not found.elements
-                else "NaN, infinity, or numbers beyond the dtype"
+                else f"NaN, infinity, or numbers beyond {str(dtype).removeprefix('torch.')}"
             )
             raise BadInput(
                 f"{site.name or 'the model itself'}: {int(bad.sum())} of {bad.numel()} channels get statistics that "
@@ -300,9 +253,8 @@ def _apply(
 ) -> None:
     inner = unwrap(model)
     modules = dict(inner.named_modules())
-    with torch.no_grad():
-        for site in called:
-            estimates[site.path].write(modules[site.path])
+    for site in called:
+        estimates[site.path].write(modules[site.path])
     vars(inner)[ATTRIBUTE] = json.loads(json.dumps(provenance))
 
 
