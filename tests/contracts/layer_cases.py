@@ -25,6 +25,10 @@ class LayerCase:
     """the convention computes in float32 whatever the input"""
     tensors: bool = True
     """has parameters or buffers"""
+    samples: int = 0
+    """the axis of samples"""
+    made: bool = False
+    """weight and bias of the specification are made of the parameters"""
 
     def __str__(self) -> str:
         return self.id or f"{self.name}-{len(self.shape)}d"
@@ -74,7 +78,7 @@ def reading_of(module: torch.nn.Module, case: LayerCase) -> Reading:
 
 
 BATCH, INSTANCE = "BatchNorm", "InstanceNorm"
-RENORM, GHOST = "BatchRenorm", "GhostBatchNorm"
+RENORM, GHOST, THRESHOLD = "BatchRenorm", "GhostBatchNorm", "Threshold"
 CASES = [
     LayerCase(f"{BATCH}1d", (6, 5), (5,)),
     LayerCase(f"{BATCH}1d", (4, 5, 3), (5, 1e-3, 0.3)),
@@ -131,6 +135,31 @@ CASES = [
     LayerCase("L2Norm", (2, 7, 3), kwargs={"dim": 1}, id="L2Norm-dim-1", tensors=False),
     LayerCase("FrozenBatchNorm", (3, 5, 4, 2), (5,)),
     LayerCase("FrozenBatchNorm", (6, 5), (5, 1e-3)),
+    LayerCase(f"{THRESHOLD}BatchNorm1d", (3, 4, 5), (5, 0.5)),
+    LayerCase(f"{THRESHOLD}BatchNorm1d", (3, 2, 5, 4), (5, 0.5, 2.0, 1e-3, None), {"gain": "weight"}),
+    LayerCase(f"{THRESHOLD}BatchNorm2d", (3, 2, 5, 4, 3), (5, 0.5), {"layout": "b t c ..."}),
+    LayerCase(f"{THRESHOLD}BatchNorm2d", (6, 5, 4, 3), (5, 0.5), {"layout": "(t b) c ...", "steps": 3}),
+    LayerCase(f"{THRESHOLD}BatchNorm3d", (2, 2, 5, 3, 2, 2), (5,), {"bias": False}),
+    LayerCase(f"{THRESHOLD}LayerNorm", (3, 2, 5, 4), (5, 0.5)),
+    LayerCase(f"{THRESHOLD}LayerNorm", (3, 2, 5), (5, 0.5), {"per_step": False, "layout": "b t c ..."}),
+    LayerCase(
+        f"{THRESHOLD}LayerNorm",
+        (6, 5),
+        (5, 0.5, 1.0, 1e-3, False),
+        {"per_step": False, "layout": "(t b) c ...", "steps": 3},
+        tensors=False,
+    ),
+    LayerCase(f"{THRESHOLD}GroupNorm", (6, 4, 3), (2, 4, 0.5), {"layout": "(t b) c ...", "steps": 3}),
+    LayerCase(f"{THRESHOLD}GroupNorm", (3, 2, 4, 3, 2), (2, 4, 0.5), {"per_step": False}),
+    LayerCase(f"{THRESHOLD}RMSNorm", (3, 2, 5, 4), (5, 0.5)),
+    LayerCase("BatchNormThroughTime1d", (3, 4, 5), (3, 5), samples=1),
+    LayerCase("BatchNormThroughTime2d", (2, 3, 5, 4, 3), (3, 5, 1e-3, None), {"layout": "b t c ..."}),
+    LayerCase("BatchNormThroughTime3d", (3, 2, 5, 3, 2, 2), (3, 5), {"bias": True}, samples=1),
+    LayerCase("TemporalEffectiveBatchNorm1d", (3, 4, 5), (3, 5), samples=1, made=True),
+    LayerCase("TemporalEffectiveBatchNorm2d", (6, 5, 4, 3), (3, 5), {"layout": "(t b) c ..."}, made=True),
+    LayerCase(
+        "TemporalEffectiveBatchNorm3d", (3, 2, 5, 3, 2, 2), (3, 5), {"bias": False}, samples=1, made=True
+    ),
 ]
 WITH_TORCH = [case for case in CASES if case.like is not None]
 STORING = [case for case in CASES if isinstance(getattr(case.make(), "running_mean", None), Tensor)]

@@ -39,12 +39,27 @@ _HOME = {
     "ScaleNorm": "scale_norm",
     "PixelNorm": "pixel_norm",
     "L2Norm": "l2_norm",
+    "ThresholdBatchNorm1d": "threshold_batch_norm",
+    "ThresholdBatchNorm2d": "threshold_batch_norm",
+    "ThresholdBatchNorm3d": "threshold_batch_norm",
+    "ThresholdLayerNorm": "threshold_layer_norm",
+    "ThresholdGroupNorm": "threshold_layer_norm",
+    "ThresholdRMSNorm": "threshold_layer_norm",
+    "BatchNormThroughTime1d": "batch_norm_through_time",
+    "BatchNormThroughTime2d": "batch_norm_through_time",
+    "BatchNormThroughTime3d": "batch_norm_through_time",
+    "TemporalEffectiveBatchNorm1d": "temporal_effective_batch_norm",
+    "TemporalEffectiveBatchNorm2d": "temporal_effective_batch_norm",
+    "TemporalEffectiveBatchNorm3d": "temporal_effective_batch_norm",
 }
 
 if TYPE_CHECKING:
     from normscope.nn.batch_norm import BatchNorm1d as BatchNorm1d
     from normscope.nn.batch_norm import BatchNorm2d as BatchNorm2d
     from normscope.nn.batch_norm import BatchNorm3d as BatchNorm3d
+    from normscope.nn.batch_norm_through_time import BatchNormThroughTime1d as BatchNormThroughTime1d
+    from normscope.nn.batch_norm_through_time import BatchNormThroughTime2d as BatchNormThroughTime2d
+    from normscope.nn.batch_norm_through_time import BatchNormThroughTime3d as BatchNormThroughTime3d
     from normscope.nn.batch_renorm import BatchRenorm1d as BatchRenorm1d
     from normscope.nn.batch_renorm import BatchRenorm2d as BatchRenorm2d
     from normscope.nn.batch_renorm import BatchRenorm3d as BatchRenorm3d
@@ -62,6 +77,21 @@ if TYPE_CHECKING:
     from normscope.nn.pixel_norm import PixelNorm as PixelNorm
     from normscope.nn.rms_norm import RMSNorm as RMSNorm
     from normscope.nn.scale_norm import ScaleNorm as ScaleNorm
+    from normscope.nn.temporal_effective_batch_norm import (
+        TemporalEffectiveBatchNorm1d as TemporalEffectiveBatchNorm1d,
+    )
+    from normscope.nn.temporal_effective_batch_norm import (
+        TemporalEffectiveBatchNorm2d as TemporalEffectiveBatchNorm2d,
+    )
+    from normscope.nn.temporal_effective_batch_norm import (
+        TemporalEffectiveBatchNorm3d as TemporalEffectiveBatchNorm3d,
+    )
+    from normscope.nn.threshold_batch_norm import ThresholdBatchNorm1d as ThresholdBatchNorm1d
+    from normscope.nn.threshold_batch_norm import ThresholdBatchNorm2d as ThresholdBatchNorm2d
+    from normscope.nn.threshold_batch_norm import ThresholdBatchNorm3d as ThresholdBatchNorm3d
+    from normscope.nn.threshold_layer_norm import ThresholdGroupNorm as ThresholdGroupNorm
+    from normscope.nn.threshold_layer_norm import ThresholdLayerNorm as ThresholdLayerNorm
+    from normscope.nn.threshold_layer_norm import ThresholdRMSNorm as ThresholdRMSNorm
 
 __all__ = list(_HOME)
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from normscope.errors import BadInput
 from normscope.functional import batch_norm, normalize
 from normscope.nn.float32_statistics import Float32Statistics
-from normscope.nn.masking import by_element, is_packed, masked_leaf, normalize_valid, valid
+from normscope.nn.masking import by_element, is_packed, masked_leaf, valid
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, is_scripting, method, refuse_script
+from normscope.nn.tracked import by_batch_or_stored
 from normscope.spec import NormSpec, RunningState, families
 
 
@@ -71,7 +72,8 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
             return by_element(input, self.forward)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if mask is not None or lengths is not None:
-            return self._masked(input, valid(type(self).__name__, input, mask, lengths), fill)
+            counts = valid(type(self).__name__, input, mask, lengths)
+            return by_batch_or_stored(self, input, self.spec, self.weight, self.bias, counts, fill)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -94,21 +96,6 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
             momentum,
             self.eps,
         )
-
-    def _masked(self, input: Tensor, mask: Tensor, fill: str) -> Tensor:
-        by_batch = self.training or self.running_mean is None or self.running_var is None
-        counter = self.num_batches_tracked if self.training and self.track_running_stats else None
-        state = None
-        if self.running_mean is not None and (self.track_running_stats or not self.training):
-            state = RunningState(self.running_mean, self.running_var)
-            if self.momentum is None and counter is not None:
-                state.batches = int(counter)
-        y = normalize_valid(
-            input, self.spec, self.weight, self.bias, mask, fill, running=state, training=by_batch
-        )
-        if counter is not None:
-            counter.add_(mask.any())
-        return y
 
     @property
     def spec(self) -> NormSpec:

@@ -43,10 +43,14 @@ def _of_batches(obj: Any, input_ndim: int | None) -> Reading:
     stored = obj.running_mean is not None
     later = "running" if stored else "batch"
     moves = stored and obj.track_running_stats
+    tensors = tensors_of(obj)
+    if hasattr(obj, "by_step"):  # what it multiplies by is made of its parameters
+        made = zip(("weight", "bias"), obj.by_step(), strict=True)
+        tensors |= {name: value.detach() for name, value in made if value is not None}
     return Reading(
         spec,
         qualified_name(type(obj)),
-        tensors_of(obj),
+        tensors,
         "batch" if obj.training else later,
         "batch",
         later,
@@ -69,6 +73,12 @@ READER = Reader(
         "normscope.nn.PixelNorm",
         "normscope.nn.L2Norm",
         "normscope.nn.FrozenBatchNorm",
+        "normscope.nn.ThresholdBatchNorm1d/2d/3d",
+        "normscope.nn.ThresholdLayerNorm",
+        "normscope.nn.ThresholdGroupNorm",
+        "normscope.nn.ThresholdRMSNorm",
+        "normscope.nn.BatchNormThroughTime1d/2d/3d",
+        "normscope.nn.TemporalEffectiveBatchNorm1d/2d/3d",
     ),
     read=_read,
 )

@@ -43,7 +43,14 @@ from normscope.spec.families.models import (
     t5_layer_norm,
     vit_layer_norm,
 )
-from normscope.spec.families.spiking import batch_norm_through_time, td_batch_norm, td_layer_norm
+from normscope.spec.families.spiking import (
+    batch_norm_through_time,
+    td_batch_norm,
+    td_group_norm,
+    td_layer_norm,
+    td_rms_norm,
+    temporal_effective_batch_norm,
+)
 from normscope.spec.families.weights import (
     biased_weight_standardization,
     scaled_weight_standardization,
@@ -87,7 +94,10 @@ __all__ = [
     "scaled_weight_standardization",
     "t5_layer_norm",
     "td_batch_norm",
+    "td_group_norm",
     "td_layer_norm",
+    "td_rms_norm",
+    "temporal_effective_batch_norm",
     "tf_l2_normalize",
     "vit_layer_norm",
     "weight_norm",

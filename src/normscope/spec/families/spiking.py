@@ -1,6 +1,6 @@
 """Norms of spiking networks: an axis of time steps ``t``, and a gain set to the firing threshold.
 
-tdBN stands in its paper; tdLN is our extension by analogy, and says so.
+tdBN stands in its paper; threshold-dependent layer, group and RMS norm are our extensions by analogy, and say so.
 """
 
 from __future__ import annotations
@@ -79,6 +79,74 @@ def td_layer_norm(
     )
 
 
+def td_group_norm(
+    groups: int,
+    v_threshold: float = 1.0,
+    alpha: float = 1.0,
+    *,
+    per_step: bool = True,
+    eps: float | None = 1e-5,
+    weight: bool = True,
+    bias: bool = True,
+    layout: str = "t b c ...",
+    steps: int | None = None,
+) -> NormSpec:
+    """Threshold-dependent group norm, our extension by analogy with tdBN: no paper defines it.
+
+    As `td_layer_norm`, of each group of channels alone. Shapes: x (T, B, C, ...), parameters (C,).
+
+    >>> td_group_norm(2, 0.5).bind((4, 8, 6, 5)).set_size
+    15
+    """
+    spec = td_layer_norm(
+        v_threshold,
+        alpha,
+        per_step=per_step,
+        eps=eps,
+        weight=weight,
+        bias=bias,
+        layout=layout,
+        steps=steps,
+    )
+    return spec.replace(
+        stats=f"{spec.stats.replace(' c ', ' (g c) ')} g",
+        sizes={**spec.sizes, "g": groups},
+        weight="(g c)" if weight else None,
+        bias="(g c)" if bias else None,
+    )
+
+
+def td_rms_norm(
+    v_threshold: float = 1.0,
+    alpha: float = 1.0,
+    *,
+    per_step: bool = True,
+    eps: float | None = 1e-5,
+    weight: bool = True,
+    layout: str = "t b c ...",
+    steps: int | None = None,
+) -> NormSpec:
+    """Threshold-dependent RMS norm, our extension by analogy with tdBN: no paper defines it.
+
+    y = weight * alpha * v_threshold * x / sqrt(mean(x^2) + eps), sets as in `td_layer_norm`. Shapes: x (T, B, C, ...),
+    weight (C,).
+
+    >>> td_rms_norm(0.5).center, td_rms_norm(0.5).gain
+    (False, 0.5)
+    """
+    spec = td_layer_norm(
+        v_threshold,
+        alpha,
+        per_step=per_step,
+        eps=eps,
+        weight=weight,
+        bias=False,
+        layout=layout,
+        steps=steps,
+    )
+    return spec.replace(center=False, scale="rms")
+
+
 def batch_norm_through_time(
     *,
     eps: float | None = 1e-4,
@@ -100,6 +168,37 @@ def batch_norm_through_time(
     """
     return NormSpec(
         f"{layout} -> t c",
+        ndim=(2, None) if "(" in layout else (3, None),
+        sizes={} if steps is None else {"t": steps},
+        weight="t c" if weight else None,
+        bias="t c" if bias else None,
+        eps=eps,
+        running=Running(momentum=momentum) if running else None,
+    )
+
+
+def temporal_effective_batch_norm(
+    *,
+    eps: float | None = 1e-5,
+    momentum: float | None = 0.1,
+    weight: bool = True,
+    bias: bool = True,
+    running: bool = True,
+    layout: str = "t b c ...",
+    steps: int | None = None,
+) -> NormSpec:
+    """Temporal effective batch norm (TEBN): batch norm over all time steps, with a gain and bias for every step.
+
+    y[t] = weight[t] * (x[t] - mean) / sqrt(var + eps) + bias[t], statistics over steps, samples and positions. In the
+    paper both are those of a channel times a factor of the step. Shapes: x (T, B, C, ...), weight and bias (T, C),
+    state (C,). Source: Duan et al. 2022.
+
+    >>> bound = temporal_effective_batch_norm().bind((4, 8, 3, 5, 5))
+    >>> bound.weight_shape, bound.running_shape
+    ((4, 3), (3,))
+    """
+    return NormSpec(
+        f"{layout} -> c",
         ndim=(2, None) if "(" in layout else (3, None),
         sizes={} if steps is None else {"t": steps},
         weight="t c" if weight else None,
