@@ -36,6 +36,8 @@ _HOME = {
     "Identification": "normscope.identify.result",
     "compare": "normscope.identify.compare",
     "Comparison": "normscope.identify.compare_result",
+    "compare_norms": "normscope.targets.norms.comparison",
+    "NormsComparison": "normscope.targets.norms.comparison",
     "transforms": "",
     "state_sensitivity": "normscope.transforms.sensitivity",
     "tune_allocator": "normscope.allocator",
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from normscope.spec import Running as Running
     from normscope.spec import RunningState as RunningState
     from normscope.spec import families as families
+    from normscope.targets.norms.comparison import NormsComparison as NormsComparison
+    from normscope.targets.norms.comparison import compare_norms as compare_norms
     from normscope.targets.onnx_model import OnnxModel as OnnxModel
     from normscope.transforms.sensitivity import state_sensitivity as state_sensitivity
 

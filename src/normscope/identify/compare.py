@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from normscope.errors import NormscopeError, told
+from normscope.errors import BadInput, NormscopeError, told
 from normscope.identify.compare_gap import Gap, gap
 from normscope.identify.compare_half import HalfGap, as_defined, differ, difference, on_the_grid, rounded
 from normscope.identify.compare_inputs import CENTERED, inputs_for
@@ -70,6 +71,11 @@ def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -
     >>> c.same, [(d.field, d.a, d.b) for d in c.differences]
     (False, [('eps', '1e-05', '0.001')])
     """
+    if any(isinstance(each, (str, PurePath, Mapping)) for each in (a, b)):
+        raise BadInput(
+            "compare takes specifications, modules and callables; of files and state dicts, "
+            "normscope.compare_norms(a, b) compares what they hold"
+        )
     order = read_layout(layout)
     with global_generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sets of one element and the like are tried on purpose
