@@ -146,12 +146,11 @@ def _sample(model: OnnxModel, sample: Any) -> tuple[Arrays, list[str]]:
             f"compared on random input of the sizes that the graph declares ({sizes}{chosen}); better on data"
         ]
     why = (
-        f"it fails on random input: {told(failure)}"
-        if failure
-        else "it leaves even the number of its axes open"
+        f"fails on random input: {told(failure)}" if failure else "does not say how many axes its inputs have"
     )
     raise BadInput(
-        f"a fold is compared in a run, and the graph was given no input. {why}. Give a sample (--data FILE)"
+        f"a fold is compared in a run, and no sample was given. The graph {why}. Give a sample, on the command line "
+        "with --data FILE"
     )
 
 

@@ -120,11 +120,11 @@ def _written(graph: Graph, node: NodeProto, around: Surroundings, refused: Mappi
     """A multiplication right behind a layer, with the multiplications and additions that follow it."""
     site = node.name or node.output[0]
     beside = constant_beside(graph, node)
-    if beside is None or site in refused or graph.scalar(beside[1]) is not None:
+    if beside is None or site in refused:
         return None
     behind = around.behind(beside[0])
-    if isinstance(behind, Obstacle):
-        return None
+    if isinstance(behind, Obstacle) or (graph.scalar(beside[1]) is not None and behind.layer.outputs > 1):
+        return None  # one number for all features is no norm's
     ends: list[tuple[str, str]] = []
     a, b = np.ones(behind.layer.outputs), np.zeros(behind.layer.outputs)
     value = beside[0]
