@@ -10,6 +10,7 @@ import numpy as np
 
 from normscope.identify.affine import Values, place
 from normscope.identify.box import Array
+from normscope.identify.decimals import shortest
 from normscope.identify.fit import Fit, at_fixed_eps
 from normscope.identify.partition import Partition
 from normscope.identify.probing import Contradiction, Prober
@@ -127,8 +128,8 @@ class Assembly:
             weight, bias = place(gain, spelling), place(self.bias, spelling)
             if weight is None or bias is None:
                 continue
-            w = None if weight[0] == "" and gain.is_everywhere(1.0) else weight
-            b = None if bias[0] == "" and self.bias.is_everywhere(0.0) else bias
+            w = None if weight[0] == "" and gain.is_everywhere(1.0) else _in_few_digits(weight, gain)
+            b = None if bias[0] == "" and self.bias.is_everywhere(0.0) else _in_few_digits(bias, self.bias)
             strange = sum(part is not None and part[0] not in ("", spelling.own) for part in (w, b))
             spec = spelling.spec.replace(
                 weight=None if w is None else w[0],
@@ -156,6 +157,14 @@ class Assembly:
             yield spec.replace(eps=eps.eps**2, eps_at="max_variance")
         elif eps.eps and eps.eps_at == "max_variance":
             yield spec.replace(eps=sqrt(eps.eps), eps_at="max")
+
+
+def _in_few_digits(placed: tuple[str, Array], values: Values) -> tuple[str, Array]:
+    """A single number as the shortest decimal within its error."""
+    where, value = placed
+    if where or value.ndim or not value:
+        return placed
+    return where, np.array(shortest(float(value), float(values.error.min() / abs(value))))
 
 
 def gain_values(one: Fit, f: Prober, n: int) -> Values:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from normscope.errors import ModelError
-from normscope.identify.gains import Gain, law_of_gain
+from normscope.identify.gains import Gain, laws_of_gains
 from normscope.identify.identification import ROOM, identify_box
 from normscope.identify.module_box import Array, ModuleBox, as_array, tensors_of
 from normscope.identify.probing import Prober, direction
 from normscope.identify.result import Evidence, Identification
 from normscope.identify.second_size import roomy
-from normscope.identify.tensor_roles import Role, generic_values, roles
+from normscope.identify.tensor_roles import STRAIGHT, Role, generic_values, roles
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,15 @@ def look(box: ModuleBox, training: bool, layout: str | None) -> InMode:
         elif role.kind != "none":
             settings[role.name] = np.full(role.shape, 0.0 if role.kind in ("bias", "mean") else 1.0)
     level = box.set(settings)
-    laws = {role.name: law_of_gain(level, role, x) for role in found.values() if role.kind == "gain"}
-    offsets = {name: gain.offset for name, gain in laws.items() if gain.offset}
-    neutral = level.set({name: np.full(found[name].shape, 1.0 - o) for name, o in offsets.items()})
+    laws = laws_of_gains(level, {role.name: role for role in found.values() if role.kind == "gain"}, x)
     generic = generic_values(box)
+    # gains that add have no neutral values of their own
+    neutral = level.set(
+        {
+            name: generic[name] if gain.offset is None else np.full(found[name].shape, 1.0 - gain.offset)
+            for name, gain in laws.items()
+        }
+    )
     own = {name: as_array(tensor) for name, tensor in tensors_of(box.module).items()}
     _, moved = box.set(generic).moved(x)
     core = identify_box(neutral, box.shape, layout=layout)
@@ -97,6 +102,19 @@ def same_in_both(one: ModuleBox, other: ModuleBox) -> bool:
     except ModelError:  # a mode that raises is another mode
         return False
     return bool(np.array_equal(y, z, equal_nan=True)) and not moved and not also
+
+
+def biases_multiplied(mode: InMode) -> str:
+    """The biases whose part in the output follows the gains: what is added before them."""
+    x, gains, found = direction(mode.box.shape, 103), mode.named("gain"), []
+    for bias in mode.named("bias") if gains else ():
+        parts = []
+        for value in (1.0, 2.0):
+            at = mode.neutral.set({gain.name: np.full(gain.shape, value) for gain in gains})
+            parts.append(at.set({bias.name: np.ones(bias.shape)})(x) - at(x))
+        if np.max(np.abs(parts[1] - parts[0])) > STRAIGHT * np.max(np.abs(parts[1])):
+            found.append(bias.name)
+    return " and ".join(found)
 
 
 def changes_shape(box: ModuleBox) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from normscope.identify.decimals import shortest
 from normscope.identify.module_box import Array
 from normscope.identify.module_mode import InMode
 from normscope.identify.parameter_axes import Placed, place
@@ -25,6 +26,8 @@ class NoAxes(Exception):
 
 ROUNDING = 1e-12
 """what fitted gains and biases of a function of size 1 may be off by"""
+LAST_BITS = 1e-14
+"""relative: what the digits of a gain stop at"""
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,19 @@ def affine_values(
     gains = tuple((role, mode.gains[role.name].offset or 0.0) for role in mode.named("gain"))
     biases = tuple(mode.named("bias"))
     spec, constants = _constants(core)
-    for what, tensors, value in zip(("gain", "bias"), (gains, biases), constants, strict=True):
-        if tensors and value is not None:
-            raise NoAxes(f"besides its tensors it has a {what} of its own, of shape {value.shape}")
-    if any(value is not None for value in constants):
-        return Values(spec, gains, None, biases, None, constants)
+    for what, roles, value in zip(
+        ("gain", "bias"), ([role for role, _ in gains], biases), constants, strict=True
+    ):
+        if roles and value is not None:
+            names = " and ".join(role.name for role in roles)
+            raise NoAxes(
+                f"besides {names} it has a {what} that is no tensor of it, of shape {value.shape}: a specification has "
+                "one of them"
+            )
+    written = any(value is not None for value in constants)  # on axes as the neutral function has them
     found: list[tuple[int, Values]] = []
     refused = NoAxes("")
-    for named, own in spelled(spec, mode.box.shape, layout):
+    for named, own in [(spec, None)] if written else spelled(spec, mode.box.shape, layout):
         try:
             where_gain = _place(named, [role for role, _ in gains], mode.box.shape, own)
             where_bias = _place(named, biases, mode.box.shape, own)
@@ -87,11 +95,11 @@ def affine_values(
             one is not None and one.axes not in ("", own) for one in (where_gain, where_bias, where_state)
         )
         told = named.replace(
-            weight=None if where_gain is None else where_gain.axes,
+            weight=named.weight if where_gain is None else where_gain.axes,
             weight_offset=gains[0][1] if len(gains) == 1 else 0.0,
-            bias=None if where_bias is None else where_bias.axes,
+            bias=named.bias if where_bias is None else where_bias.axes,
         )
-        found.append((strange, Values(told, gains, where_gain, biases, where_bias)))
+        found.append((strange, Values(told, gains, where_gain, biases, where_bias, constants)))
     if not found:
         raise refused
     return min(found, key=lambda pair: pair[0])[1]
@@ -143,8 +151,7 @@ def _constants(core: Identification) -> tuple[NormSpec, tuple[Array | None, Arra
     assert spec is not None
     if weight is not None and np.ptp(weight) <= ROUNDING * np.max(np.abs(weight)):
         gain = float(np.mean(weight))
-        gain = 1.0 if abs(gain - 1) <= ROUNDING else gain
-        spec, weight = spec.replace(weight=None, gain=spec.gain * gain), None
+        spec, weight = spec.replace(weight=None, gain=shortest(spec.gain * gain, LAST_BITS)), None
     if bias is not None and np.max(np.abs(bias)) <= ROUNDING:
         spec, bias = spec.replace(bias=None), None
     return spec, (weight, bias)

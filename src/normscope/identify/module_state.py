@@ -6,15 +6,18 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
+from normscope.identify.decimals import apart, shortest
 from normscope.identify.module_box import Array
 from normscope.identify.module_mode import InMode
-from normscope.identify.module_parameters import Values, affine_values, stored_values
+from normscope.identify.module_parameters import LAST_BITS, Values, affine_values, stored_values
 from normscope.identify.partition import Factor, Partition
 from normscope.identify.probing import direction
+from normscope.identify.remarks import EPS_WORDS
 from normscope.identify.result import Evidence
 from normscope.identify.spelling import spellings
 from normscope.identify.stored_statistics import Stored, update_rule
 from normscope.identify.tensor_roles import Role
+from normscope.identify.ties import Units
 from normscope.identify.variance_law import Law, law_of_variance
 from normscope.spec import NormSpec, Running, RunningState
 
@@ -78,7 +81,9 @@ def _without_state(here: InMode, there: InMode | None, layout: str | None) -> Wh
     if moved := sorted({*here.moved, *(there.moved if there else ())}):
         notes = (*notes, f"{' and '.join(moved)} moves with each call, and no output depends on it")
     evidence = (*here.core.evidence, *here.tensor_evidence)
-    return Whole(values, mode, None, evidence, notes, _units_of(values.spec, here.core.equivalent))
+    return Whole(
+        values, mode, None, evidence, notes, _units_of(values.spec, here.core.equivalent, here.box.shape)
+    )
 
 
 def _by_state_alone(fixed: InMode, modes: list[InMode], other_raises: bool, layout: str | None) -> Whole:
@@ -105,13 +110,16 @@ def _with_state(here: InMode, live: InMode, fixed: InMode, layout: str | None) -
     values = affine_values(live.core, here, layout, fixed.named("mean", "nonlinear"))
     stored, law = _stored(values.spec, fixed)
     _require_still(fixed, stored)
-    units = _units_of(values.spec, live.core.equivalent)
+    units = _units_of(values.spec, live.core.equivalent, live.box.shape)
     base = next((spec for spec in (values.spec, *units) if _agrees(spec, law)), None)
     if base is None:
         told = values.spec
+        eps = ("of the dtype", f"{law.eps:g}") if told.eps is None else apart(told.eps, law.eps)
+        gain = apart(told.gain, law.gain)
         raise NotOfTheFamily(
-            f"no single specification says both modes: training divides with eps {told.eps!r} at {told.eps_at} and "
-            f"gain {told.gain:g}, evaluation with eps {law.eps!r} at {law.eps_at} and gain {law.gain:g}"
+            "no single specification says both modes: training divides with eps "
+            f"{eps[0]} {EPS_WORDS[told.eps_at]} and gain {gain[0]}, evaluation with eps {eps[1]} "
+            f"{EPS_WORDS[law.eps_at]} and gain {gain[1]}"
         )
     rule = update_rule(live.box, base, stored, {**live.own, **live.generic})
     if rule is None:
@@ -164,7 +172,9 @@ def _require_known_roles(mode: InMode) -> None:
         )
 
 
-def _units_of(spec: NormSpec, equivalent: tuple[NormSpec, ...]) -> tuple[NormSpec, ...]:
+def _units_of(
+    spec: NormSpec, equivalent: tuple[NormSpec, ...], shape: tuple[int, ...]
+) -> tuple[NormSpec, ...]:
     """The same function by other conventions for the denominator, each with a weight or gain of its own."""
     found = [
         spec.replace(
@@ -172,11 +182,18 @@ def _units_of(spec: NormSpec, equivalent: tuple[NormSpec, ...]) -> tuple[NormSpe
             correction=other.correction,
             eps=other.eps,
             eps_at=other.eps_at,
-            gain=spec.gain if spec.weight is not None else other.gain * spec.gain,
+            gain=spec.gain if spec.weight is not None else _gain_in_units_of(other, spec, shape),
         )
         for other in equivalent
     ]
     return tuple(one for one in dict.fromkeys(found) if one != spec)
+
+
+def _gain_in_units_of(other: NormSpec, spec: NormSpec, shape: tuple[int, ...]) -> float:
+    """The fixed gain that goes with another measure of the spread: over sqrt(k v) it is sqrt(k) times as large."""
+    n = spec.bind(shape).set_size
+    mine, theirs = (Units(one.scale, int(one.correction), "").ratio(n) for one in (spec, other))
+    return shortest(spec.gain * sqrt(theirs / mine), LAST_BITS)
 
 
 def reads_what_it_moves(mode: InMode) -> str:
@@ -196,7 +213,7 @@ def _agrees(spec: NormSpec, law: Law) -> bool:
         return False
     (eps, at), (stored, stored_at) = _as_floor(spec.eps, spec.eps_at), _as_floor(law.eps, law.eps_at)
     return (
-        abs(spec.gain - law.gain) <= FITTED * law.gain
+        abs(spec.gain - law.gain) <= FITTED * abs(law.gain)
         and abs(eps - stored) <= FITTED * stored
         and (at == stored_at or stored == 0)
     )

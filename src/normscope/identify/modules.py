@@ -23,6 +23,7 @@ from normscope.identify.module_box import ModuleBox, box_of_module, call_of
 from normscope.identify.module_casts import casts, machine_epsilon
 from normscope.identify.module_mode import (
     InMode,
+    biases_multiplied,
     changes_shape,
     depends_on_chance,
     look,
@@ -118,7 +119,13 @@ def _identified(module: nn.Module, example: Any, layout: str | None, training: b
     checked = verified(whole, modes, shape)
     if checked.contradiction:
         answer = replace(answer, max_error=checked.error)
-        return _opaque(answer, here, layout, checked.contradiction, (*whole.evidence, checked.evidence))
+        reason = (
+            f"{names} is added before the gain, which multiplies it; "
+            if (names := biases_multiplied(here))
+            else ""
+        )
+        evidence = (*whole.evidence, checked.evidence)
+        return _opaque(answer, here, layout, reason + checked.contradiction, evidence)
     return _finished(answer, whole, here, module, training, checked)
 
 
@@ -203,13 +210,24 @@ def _opaque(
             f"its gain and bias follow {' and '.join(other)}, at the values of the example",
         )
         return replace(bare, spec=spec, name=answer.name, mode=mode, notes=notes)
-    acting = here.named("gain", "bias", "mean", "nonlinear", "mixed")
-    if len(acting) > 2 and all(role.kind in ("gain", "bias") for role in acting):
-        names = ", ".join(role.name for role in acting)
-        notes = (*answer.notes, *bare.notes, f"its gain and bias are made of several tensors: {names}")
+    if names := _made_of(here):
+        tensors = f"several tensors: {names}" if "," in names else f"one tensor, {names}"
+        notes = (*answer.notes, *bare.notes, f"its gain and bias are made of {tensors}")
         return replace(bare, name=answer.name, mode=mode, notes=notes)
     notes = (*answer.notes, f"with its numbers as they are it computes: {bare.spec}")
     return replace(answer, reason=reason, evidence=evidence, notes=notes)
+
+
+def _made_of(here: InMode) -> str:
+    """The tensors, where all that they do is to multiply and to add, in both modes alike; "" elsewhere."""
+    acting = here.named("gain", "bias", "mean", "nonlinear", "mixed")
+    affine = all(
+        role.kind in ("gain", "bias", "mean") for role in acting
+    )  # a bias that is subtracted: "mean"
+    straight = all(gain.straight for gain in here.gains.values())
+    if not (affine and straight and same_in_both(here.box, here.box.in_mode(not here.training))):
+        return ""
+    return ", ".join(role.name for role in acting)
 
 
 def _noted(answer: Identification, note: str) -> Identification:

@@ -9,18 +9,21 @@ from normscope.identify.probing import Prober
 from normscope.identify.scan import Scan
 from normscope.spec import NormSpec
 
+EPS_WORDS = {
+    "variance": "inside the root",
+    "std": "outside the root",
+    "max": "as the least root",
+    "max_variance": "as the least value under the root",
+}
+"""where eps stands"""
+
 
 def say_eps(f: Prober, s: Scan, best: Fit, spec: NormSpec) -> None:
     scales = f"inputs of the size 2^{min(s.found)} to 2^{max(s.found)}"
     if best.root_eps == 0:
         f.conclude("no eps is to be seen", scales)
         return
-    place = {
-        "variance": "inside the root",
-        "std": "outside the root",
-        "max": "as the least root",
-        "max_variance": "as the least value under the root",
-    }[spec.eps_at]
+    place = EPS_WORDS[spec.eps_at]
     value = "the machine epsilon" if spec.eps is None else f"{spec.eps:.6g}"
     f.conclude(f"eps is {value}, {place}", scales, relative_error=best.error, measured_root=best.root_eps)
 

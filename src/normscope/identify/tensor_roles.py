@@ -5,12 +5,13 @@ Every tensor is first set to random numbers between 1/2 and 3/2, so that no gain
 - which of its numbers an output element depends on: its numbers move in subsets, once for each bit of their index;
 - how: the output at values 0, 1, 2 times itself is a straight line (a gain, if the line's slope depends on the input; a
   bias or a stored mean, if not), or it is not (a stored variance, a learned eps, a gain such as exp(w));
-- a stored mean is what adds with a negative slope, -gain / denominator, a bias with slope 1.
+- a stored mean is what adds with the slope -gain / denominator, which follows a stored variance, a bias with slope 1;
+  where no tensor bends the output, what adds with a negative slope counts as a mean.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,21 @@ def roles(box: ModuleBox, inputs: tuple[Array, Array]) -> dict[str, Role]:
     """The role of every floating tensor, on two inputs of one shape."""
     values = generic_values(box)
     at = box.set(values)
-    return {name: _role(at, name, value, inputs) for name, value in values.items()}
+    found = {name: _role(at, name, value, inputs) for name, value in values.items()}
+    bent = {name: 2 * values[name] for name, role in found.items() if role.kind == "nonlinear"}
+    if not bent:
+        return found
+    other = at.set(bent)
+
+    def added(name: str, role: Role) -> Role:
+        twice = {name: 2 * values[name]}
+        steps = [one.set(twice)(inputs[0]) - one(inputs[0]) for one in (at, other)]
+        still = np.max(np.abs(steps[1] - steps[0])) <= STRAIGHT * np.max(np.abs(steps[0]))
+        return replace(role, kind="bias" if still else "mean")
+
+    return {
+        name: added(name, role) if role.kind in ("bias", "mean") else role for name, role in found.items()
+    }
 
 
 def _role(at: ModuleBox, name: str, value: Array, inputs: tuple[Array, Array]) -> Role:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import inf, log, sqrt
 
 from normscope.identify.affine import Values
+from normscope.identify.decimals import shortest
 from normscope.identify.fit import Fit
 
 DIGITS = 9
@@ -76,7 +77,8 @@ def _round(value: float, error: float, eps_at: str, machine: float) -> Constant:
     if abs(value / machine - 1) <= error:
         return Constant(None, eps_at, 1)
     digits = digits_of(value, error)
-    return Constant(float(f"{value:.{digits - 1}e}") if digits < DIGITS else value, eps_at, digits)
+    told = float(f"{value:.{digits - 1}e}") if digits < DIGITS else shortest(value, error)
+    return Constant(told, eps_at, digits)
 
 
 def digits_of(value: float, error: float) -> int:

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from normscope.identify.decimals import shortest
 from normscope.identify.module_box import Array, ModuleBox
+from normscope.identify.remarks import EPS_WORDS
 from normscope.identify.result import Evidence
 
 LEVELS = (0.0, 0.25, 1.0, 4.0)
 """values that a stored variance is set to"""
+ROUNDING = 1e-14
+"""of numbers that a few outputs of float64 give"""
 LAW = 1e-10
 """largest misfit of a law, relative: rounding gives 1e-15, the wrong law 1e-3"""
 
@@ -38,7 +42,8 @@ def law_of_variance(
         for v in LEVELS:
             at = box.set({name: np.full(shape, v)})
             inverse.append(1.0 / float(np.median((at(one) - at(other)) / (one - other))))
-    at_zero, quarter, unit, four = inverse
+    sign = -1.0 if inverse[2] < 0 else 1.0  # of the gain
+    at_zero, quarter, unit, four = (sign * one for one in inverse)
     at_zero = at_zero if np.isfinite(at_zero) else 0.0
     inside = _line(0.25, 1.0, 4.0, quarter**2, unit**2, four**2)
     outside = _line(0.5, 1.0, 2.0, quarter, unit, four)
@@ -58,19 +63,13 @@ def law_of_variance(
             f"{name} enters by no known law: with a the slope of the map, neither 1/a^2 nor 1/a is a line in it or "
             "its root"
         )
-    gain, eps = short(gain), short(eps)
+    gain, eps = sign * short(gain), short(eps)
     if eps_at == "max" and len(f"{short(eps**2):g}") < len(
         f"{eps:g}"
     ):  # a floor under the root, by its rounder number
         eps, eps_at = short(eps**2), "max_variance"
-    where = {
-        "variance": "inside the root",
-        "std": "outside the root",
-        "max": "as the least root",
-        "max_variance": "as the least value under the root",
-    }[eps_at]
     evidence = Evidence(
-        f"{name} is the stored variance, with eps {eps:g} {where}",
+        f"{name} is the stored variance, with eps {eps:g} {EPS_WORDS[eps_at]}",
         f"{name} set to {', '.join(f'{v:g}' for v in LEVELS)}, and the slope a of the map read",
         {"misfit of 1/a^2 linear in v": inside[2], "misfit of 1/a linear in sqrt(v)": outside[2]},
     )
@@ -85,6 +84,6 @@ def _line(x1: float, x2: float, x3: float, y1: float, y2: float, y3: float) -> t
 
 
 def short(value: float) -> float:
-    """The number of at most 6 digits that lies within rounding of it, if there is one."""
+    """The number of at most 6 digits that it is near to, if there is one; else the shortest within rounding."""
     rounded = float(f"{value:.6g}")
-    return rounded if abs(value - rounded) <= 1e-9 * abs(value) else value
+    return rounded if abs(value - rounded) <= 1e-9 * abs(value) else shortest(value, ROUNDING)
