@@ -22,6 +22,7 @@ from normscope.transforms.onnx_folding import checking
 
 pytest.importorskip("onnxruntime")
 IMAGES = ("n", 3, 6, 6)
+NO_LAYER = "reads its output, which is no linear layer or convolution"
 FORWARD = "; not forwards: the graph returns its output"
 
 
@@ -121,11 +122,11 @@ CASES: dict[Callable[[Net], None], str] = {
     f"y_node (Conv) {BORDER.format('at the border')}",
     transposed: "not backwards: its input is an input of the graph, and no layer makes it; not forwards: y_node "
     f"(ConvTranspose) {BORDER.format('between the elements and at the border')}",
-    two_readers: "not backwards: the output of h_node (Conv) has 2 readers (n_node (BatchNormalization), y_node (Add)), "
-    "and the others want it as it is; not forwards: y_node (Add) reads its output, which is no linear layer or convolution",
+    two_readers: "not backwards: the output of h_node (Conv) has 2 readers (n_node (BatchNormalization), y_node "
+    f"(Add)), and the others want it as it is; not forwards: y_node (Add) {NO_LAYER}",
     at_the_input: f"not backwards: its input is an input of the graph, and no layer makes it{FORWARD}",
-    shared: "not backwards: the weight of h_node (Conv) is used 2 times in the graph; not forwards: r_node (Relu) reads "
-    "its output, which is no linear layer or convolution",
+    shared: "not backwards: the weight of h_node (Conv) is used 2 times in the graph; not forwards: "
+    f"r_node (Relu) {NO_LAYER}",
     training: "is in training mode: it normalizes by the batch, and has no fixed scale",
     computed_weight: "not backwards: the weight of h_node (Conv) is computed in the graph, not stored as a dense tensor"
     f"{FORWARD}",
@@ -207,8 +208,8 @@ def test_bodies_of_nodes() -> None:
     net.node("Add", ["n", "i"], "y")
     _, report = fold(OnnxModel(net.model({"x": ("n", 3)}, {"y": ("n", 4)})))
     assert {site.name: site.reason for site in report.left} == {
-        "n_node": "not backwards: the output of h_node (Gemm) has 2 readers (n_node (BatchNormalization), if (If)), and "
-        "the others want it as it is; not forwards: y_node (Add) reads its output, which is no linear layer or convolution",
+        "n_node": "not backwards: the output of h_node (Gemm) has 2 readers (n_node (BatchNormalization), if (If)), "
+        f"and the others want it as it is; not forwards: y_node (Add) {NO_LAYER}",
         "then_norm": "stands in the body of an If, Loop or Scan node, and only the main graph is folded",
         "else_norm": "stands in the body of an If, Loop or Scan node, and only the main graph is folded",
     }  # fmt: skip
