@@ -47,7 +47,10 @@ def command(
         help="Random input where there is no data: 8x3x224x224, or 2x16:int64:30522 for token ids.",
     ),
     weights: Path | None = typer.Option(
-        None, "--weights", metavar="FILE", help="A state dict to load into the model: .safetensors or .pt."
+        None,
+        "--weights",
+        metavar="FILE",
+        help="A state dict to load into the model: .safetensors, .pt or a transformers folder.",
     ),
     select: list[str] = typer.Option([], "--select", metavar="CODES", help="Only these rules: NS3,NS101."),
     ignore: list[str] = typer.Option([], "--ignore", metavar="CODES", help="Not these rules."),
@@ -176,6 +179,7 @@ def command(
                 optimizer=loaded.optimizer,
                 mask=loaded.mask,
                 state=loaded.state,
+                config=loaded.config,
                 select=wanted,
                 ignore=unwanted,
                 seed=defaults.seed if seed is None else seed,

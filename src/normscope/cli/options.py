@@ -27,7 +27,9 @@ Input = Annotated[
 Weights = Annotated[
     Path | None,
     typer.Option(
-        "--weights", metavar="FILE", help="A state dict to load into the model: .safetensors or .pt."
+        "--weights",
+        metavar="FILE",
+        help="A state dict to load into the model: .safetensors, .pt or a transformers folder.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would change; write nothing.")]

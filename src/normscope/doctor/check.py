@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import normscope
-from normscope.doctor import arguments, independence, runs
+from normscope.doctor import arguments, independence, runs, stored_sites
 from normscope.doctor.identified import identify_written
 from normscope.doctor.judging import judge
 from normscope.doctor.nested import named_inputs
@@ -35,6 +35,7 @@ def check(
     optimizer: torch.optim.Optimizer | None = None,
     mask: Any = None,
     state: Mapping[str, torch.Tensor] | None = None,
+    config: Mapping[str, Any] | None = None,
     select: Sequence[str] | None = None,
     ignore: Sequence[str] | None = None,
     seed: int = 0,
@@ -59,6 +60,7 @@ def check(
         mask: (B, L), True or 1 at valid positions; lets the padding rule run.
         state: what the model's checkpoint holds, name -> tensor; lets a rule look for norms whose statistics or
             parameters it lacks. It is read, never loaded.
+        config: what stands in the ``config.json`` beside that checkpoint; its eps is expected of the norms.
         select, ignore: rule codes, or their beginnings (``"NS3"``), to run or to leave out.
         seed: of everything random in the check.
         dataset_size: number of samples in the training set, for rules about the last batch.
@@ -94,6 +96,8 @@ def check(
     with Session(model, seed=seed) as session:
         step("sites")
         sites = find(session, args, kwargs)
+        if config is not None:
+            stored_sites.expect(sites, config)
         subject = Subject(
             model=session.model,
             session=session,

@@ -126,7 +126,9 @@ class Site:
     unknown: frozenset[str] = frozenset()
     """fields of ``spec`` that a checkpoint does not tell, and that nobody stated: their values say nothing"""
     expected_eps: float | None = None
-    """eps that the model's own config names, where it has one"""
+    """eps that the model's own config names, or that of its weights, where there is one"""
+    expected_by_weights: bool = False
+    """the config that came with the weights names it, and the model's own does not"""
     identified: Identification | None = None
     """how a hand-written norm came to its specification"""
     _arrays: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)

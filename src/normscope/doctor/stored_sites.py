@@ -10,6 +10,7 @@ from normscope.doctor.site import Site
 from normscope.doctor.stored_norms import BATCH, GROUP, INSTANCE, LAYER, RMS, StoredNorm
 from normscope.doctor.tracing.config import BATCH as BATCH_KEYS
 from normscope.doctor.tracing.config import LAYER as LAYER_KEYS
+from normscope.doctor.tracing.config import LAYERS as OVER_FEATURES
 from normscope.doctor.tracing.config import RMS as RMS_KEYS
 from normscope.doctor.wording import clean_path
 from normscope.spec import NormSpec, families
@@ -111,13 +112,34 @@ def _spec(norm: StoredNorm) -> NormSpec | None:
     return families.rms_norm() if norm.kind == RMS else None
 
 
+def expect(sites: Iterable[Site], config: Mapping[str, Any]) -> None:
+    """The eps that the ``config.json`` of a checkpoint names becomes what is expected of a model that loaded it."""
+    for site in sites:
+        if site.kind == "functional" or site.spec is None:
+            continue
+        if site.spec.running is not None:
+            kind = BATCH
+        elif not site.spec.center:
+            kind = RMS
+        else:
+            kind = LAYER if site.spec.stats in OVER_FEATURES else ""
+        named = _named_eps(config, kind, site.name)
+        if named is not None and named != site.expected_eps:
+            site.expected_eps, site.expected_by_weights = named, True
+
+
 def expected_eps(config: Mapping[str, Any], norm: StoredNorm) -> float | None:
-    """The eps that ``config.json`` names for a norm of this kind.
+    """The eps that ``config.json`` names for a norm of this kind."""
+    return _named_eps(config, norm.kind, norm.path)
+
+
+def _named_eps(config: Mapping[str, Any], kind: str, path: str) -> float | None:
+    """The eps for norms of one kind.
 
     A model of several parts (``text_config``, ``vision_config``) may have one for each: the part is the one whose name
     stands in the path, or all where they agree.
     """
-    keys = {BATCH: BATCH_KEYS, LAYER: LAYER_KEYS, RMS: RMS_KEYS}.get(norm.kind, ())
+    keys = {BATCH: BATCH_KEYS, LAYER: LAYER_KEYS, RMS: RMS_KEYS}.get(kind, ())
     own = _eps(config, keys)
     parts = {
         name.removesuffix("_config"): found
@@ -125,7 +147,7 @@ def expected_eps(config: Mapping[str, Any], norm: StoredNorm) -> float | None:
         if name.endswith("_config") and isinstance(part, Mapping) and (found := _eps(part, keys)) is not None
     }
     for name, value in parts.items():
-        if name and name in norm.path:
+        if name and name in path:
             return value
     if own is not None:
         return own

@@ -29,6 +29,8 @@ class Loaded:
     synthetic: bool = False
     state: Mapping[str, torch.Tensor] | None = None
     """what the model's checkpoint holds, by name"""
+    config: Mapping[str, Any] | None = field(default=None, init=False)
+    """what the config.json beside its weights says"""
     notes: list[str] = field(default_factory=list, init=False)
     """what was done while loading that the user should know"""
     declared: Callable[[], tuple[Any, str]] | None = field(default=None, init=False)
@@ -76,7 +78,7 @@ def resolve(
     else:
         loaded = imported.load(target)
     if weights is not None:
-        loaded.state, notes = checkpoints.load_into(loaded.model, weights)
+        loaded.state, loaded.config, notes = checkpoints.load_into(loaded.model, weights)
         loaded.notes += notes
     if data is not None and input_spec is not None:
         raise BadTarget("--data and --input exclude each other: real samples, or random numbers")

@@ -18,20 +18,33 @@ from normscope.doctor.checkpoint import WRAPPERS, of_a_norm, unmatched
 from normscope.doctor.wording import plural
 from normscope.errors import BadTarget, told
 from normscope.targets.failures import blamed
+from normscope.targets.state_files import open_state
+from normscope.targets.state_files.shards import INDEX
 
 NESTS = ("state_dict", "model", "model_state_dict")
 
 
-def load_into(model: torch.nn.Module, path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Load a state dict into the model. All keys must match, but those of norms: what becomes of them a rule tells.
+def load_into(
+    model: torch.nn.Module, path: Path
+) -> tuple[dict[str, torch.Tensor], Mapping[str, Any] | None, list[str]]:
+    """Load a state dict, of a file or a transformers folder, into the model. All keys must match, but those of norms:
+    what becomes of them a rule tells.
 
     Returns:
-        the tensors, by name, and what was done to make them fit, in words.
+        the tensors, by name; what the folder's ``config.json`` says, or None; and what was done to make them fit, in
+        words.
 
     Raises:
         BadTarget: for a file that cannot be read safely, or keys and shapes that do not match.
     """
-    state = read(path)
+    notes: list[str] = []
+    config = None
+    if path.is_dir() or path.name.lower().endswith(INDEX):
+        stored = open_state(path)
+        state: dict[Any, Any] = {name: tensor.read() for name, tensor in stored.tensors.items()}
+        config, notes = stored.config, list(stored.notes)
+    else:
+        state = read(path)
     for nest in NESTS:
         if isinstance(state.get(nest), Mapping):
             state = state[nest]
@@ -43,7 +56,6 @@ def load_into(model: torch.nn.Module, path: Path) -> tuple[dict[str, torch.Tenso
     odd = next((key for key in tensors if not isinstance(key, str)), None)
     if odd is not None:
         raise BadTarget(f"{path} holds a tensor named {odd!r}; a state dict names parameters by strings")
-    notes = []
     with blamed(f"{path} does not fit the model: loading it"):
         expected = list(model.state_dict())
         for prefix in WRAPPERS:
@@ -51,7 +63,7 @@ def load_into(model: torch.nn.Module, path: Path) -> tuple[dict[str, torch.Tenso
                 tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
                 notes.append(f"{path}: took the prefix {prefix!r} off every key")
         try:
-            model.load_state_dict(tensors)
+            model.load_state_dict(tensors | _tied(model, tensors))
         except RuntimeError:
             odd_ones = unmatched(model, tensors)
             none_fits = not any(name in tensors for name in expected)
@@ -60,7 +72,17 @@ def load_into(model: torch.nn.Module, path: Path) -> tuple[dict[str, torch.Tenso
             model.load_state_dict(tensors, strict=False)  # shapes that differ are refused still
             found = plural(len(odd_ones), "name")
             notes.append(f"{path}: {found} of norms did not match and stayed as they were (see NS313)")
-    return tensors, notes
+    return tensors, config, notes
+
+
+def _tied(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What stands under one of its names only: a parameter that a model has twice is written once."""
+    held: dict[int, torch.Tensor] = {}
+    names = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in names:
+        if name in tensors:
+            held.setdefault(id(parameter), tensors[name])
+    return {name: held[id(p)] for name, p in names if name not in tensors and id(p) in held}
 
 
 def read(path: Path) -> dict[Any, Any]:

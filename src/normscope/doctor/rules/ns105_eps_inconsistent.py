@@ -1,4 +1,4 @@
-"""eps-inconsistent: eps differs between like sites, or from the model's own config.
+"""eps-inconsistent: eps differs between like sites, or from the model's config.
 
 ## What it does
 Groups norms of one type over the same axes, and compares their eps. Sites at the same place of a repeated
@@ -6,7 +6,8 @@ block (`blocks.*.norm1`) must agree: an outlier there is a warning. Different va
 (blocks at 1e-6, the final norm at the default 1e-5) are told as one info, since a model put together from two
 sources has them rightly. Where stored variances show that the difference changes no gain by 1 %, the finding
 is info. An eps that differs from the one in the model's own config is a warning, or info where most norms of
-the model do not follow the config (some model code never reads that entry). A layer norm at 1e-6 beside a
+the model do not follow the config (some model code never reads that entry); an eps that differs from the `config.json`
+beside the weights, where the model's own does not say so, is a warning. A layer norm at 1e-6 beside a
 batch norm at 1e-5 is no inconsistency.
 
 ## Why it matters
@@ -76,7 +77,8 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
             obeying += 1
         else:
             against_config.append(site)
-    stated = any(site.kind == "stored" for site in against_config)  # one number for all norms of a checkpoint
+    # one number for all norms of a checkpoint, or code that was not given what its weights were trained with
+    stated = any(site.kind == "stored" or site.expected_by_weights for site in against_config)
     severity = "warning" if stated or obeying >= len(against_config) else "info"
     yield from fold(_contradiction(site, severity) for site in against_config)
     for sites in like.values():
@@ -94,12 +96,13 @@ def _contradiction(site: Site, severity: str) -> Finding:
     assert site.spec is not None
     assert site.expected_eps is not None
     eps, expected = site.spec.eps, site.expected_eps
+    whose = "the config of the weights" if site.expected_by_weights else "the model's config"
     unused = "" if severity == "warning" else " Most norms of this model do not follow it."
     return Finding(
         code="NS105",
         site=site.name,
         severity=_weighed(severity, site, expected),
-        message=f"eps is {eps_text(eps)}, the model's config says {eps_text(expected)}.{unused}"
+        message=f"eps is {eps_text(eps)}, {whose} says {eps_text(expected)}.{unused}"
         f"{_effect_text(site, expected)}",
         evidence={"eps": eps, "expected_eps": expected, **_effect_evidence(site, expected)},
         fix=f"pass eps={eps_text(expected)} from the config to this norm's constructor",
