@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import normscope
 from normscope.errors import BadInput
@@ -98,6 +98,24 @@ def test_the_checker_is_silent_where_buffers_are_copied() -> None:
     assert check_average(average(MODELS)[0], MODELS) == ()
     same = [copy.deepcopy(MODELS[0]) for _ in range(3)]
     assert check_average(average(same)[0], same) == (), "equal statistics have themselves as mean"
+
+
+def test_the_checker_finds_the_weights_of_an_exponential_average() -> None:
+    ema = AveragedModel(MODELS[0], multi_avg_fn=get_ema_multi_avg_fn(0.75), use_buffers=True)
+    for model in MODELS:
+        ema.update_parameters(model)
+    found = check_average(ema, MODELS)  # the wrapper itself
+    assert found[-1] == (
+        "running statistics: are a weighted mean of the models' own (weights 0.56, 0.19, 0.25); take statistics of the "
+        "averaged model: transforms.recalibrate"
+    )
+    plain = AveragedModel(MODELS[0])
+    for model in MODELS:
+        plain.update_parameters(model)
+    assert check_average(plain, MODELS) == (), "torch copies the buffers of the last"
+    close = [copy.deepcopy(MODELS[0]) for _ in range(3)]
+    close[1][1].running_mean += 1e-6
+    assert check_average(average(close)[0], close) == ()
 
 
 def test_average_errors() -> None:

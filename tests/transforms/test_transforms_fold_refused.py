@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Net, str]] = {
     ),
     "by the batch": (
         Net(lambda m, x: m.bn(m.a(x)), a=conv(), bn=norm().train()),
-        "normalizes by the batch, also in evaluation: its function is not linear",
+        "normalizes by the batch, since it is in training mode: its function is not linear",
     ),
     "a variance below zero": (
         Net(lambda m, x: m.bn(m.a(x)), a=conv(), bn=norm()),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from normscope.doctor import arguments
 from normscope.doctor.refusals import unwrap
@@ -16,6 +17,12 @@ from normscope.transforms.chosen import Model, chosen, copied
 from normscope.transforms.recalibrate import RecalibrationReport, recalibrate
 from normscope.transforms.report import SiteChange, TransformReport
 
+TODO = "take statistics of the averaged model: transforms.recalibrate"
+ENOUGH = 4
+"""statistics a model, from which on weights that explain them all are no accident"""
+SHARE = 1e-3
+"""weights below are none: the statistics were copied"""
+Table = dict[str, Tensor]
 WAYS = "data=... takes statistics of the averaged model's own activations"
 
 
@@ -84,8 +91,12 @@ def check_average(averaged: nn.Module, models: Iterable[nn.Module]) -> tuple[str
     """What is wrong with the buffers of an existing average of models; nothing is a good sign.
 
     Found are counters that are no whole number or were averaged, and running statistics that are the average of those
-    of the models, which are statistics of none of them, the average included. Plain averages are recognized, not those
-    with unequal weights.
+    of the models, which are statistics of none of them, the average included: plain ones, and weighted ones (EMA) where
+    one set of weights explains all statistics and these are many more than the models.
+
+    Args:
+        averaged: a model, or torch's `torch.optim.swa_utils.AveragedModel` around one.
+        models: all that it was made of.
 
     Raises:
         BadInput: fewer than two models, or other names or shapes in one of them.
@@ -107,7 +118,7 @@ def check_average(averaged: nn.Module, models: Iterable[nn.Module]) -> tuple[str
     tables = [_buffers(model) for model in (averaged, *found)]
     _alike(tables)
     own, others = tables[0], tables[1:]
-    said = []
+    said: list[str] = []
     for name, buffer in own.items():
         theirs = [table[name] for table in others]
         last = name.rpartition(".")[2]
@@ -118,11 +129,43 @@ def check_average(averaged: nn.Module, models: Iterable[nn.Module]) -> tuple[str
             # a mean in float32 is a few roundings away from this one
             unit = 8 * torch.finfo(buffer.dtype).eps * torch.stack([t.double().abs() for t in theirs]).amax(0)
             if bool(((buffer.double() - mean).abs() <= unit).all()):
-                said.append(
-                    f"{name}: is the mean of the models' own; take statistics of the averaged model: "
-                    "transforms.recalibrate"
-                )
+                said.append(f"{name}: is the mean of the models' own; {TODO}")
+    if not any(TODO in line for line in said):
+        said += _weighted(own, others)
     return tuple(said)
+
+
+def _weighted(own: Table, others: list[Table]) -> list[str]:
+    """Statistics of an average with unequal weights, which least squares find."""
+    names = [name for name in own if name.endswith(("running_mean", "running_var"))]
+    if not names:
+        return []
+    # each statistic in units of its largest, so that no norm outvotes the others
+    units = torch.cat([torch.stack([t[n].double().abs() for t in others]).amax(0).flatten() for n in names])
+    columns, target = (
+        [
+            torch.cat([table[n].double().flatten() for n in names]) / units.clamp(min=1e-300)
+            for table in tables
+        ]
+        for tables in (others, [own])
+    )
+    table, wanted = torch.stack(columns, 1), target[0]
+    if len(wanted) < ENOUGH * len(others) or not bool(table.isfinite().all() & wanted.isfinite().all()):
+        return []
+    # the average was rounded once or, step by step, a few dozen times; in a half type that says nothing
+    allowed = 64 * max(torch.finfo(own[name].dtype).eps for name in names)
+    if allowed > SHARE:
+        return []
+    found = torch.linalg.lstsq(table, wanted[:, None], rcond=SHARE, driver="gelsd")
+    if int(found.rank) < len(others):  # models whose statistics are nearly the same say nothing about weights
+        return []
+    weights = found.solution[:, 0]
+    off = float((table @ weights - wanted).abs().max())
+    shared = int((weights.abs() > SHARE).sum()) > 1
+    if off > allowed or not shared or abs(float(weights.sum()) - 1) > SHARE:
+        return []
+    told = ", ".join(f"{float(w):.2g}" for w in weights[:6])
+    return [f"running statistics: are a weighted mean of the models' own (weights {told}); {TODO}"]
 
 
 def _counter(name: str, counter: Tensor, theirs: list[Tensor]) -> list[str]:
@@ -148,15 +191,22 @@ def _shares(weights: Iterable[float] | None, count: int) -> list[float]:
     return [w / sum(given) for w in given]
 
 
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {clean_path(name): tensor for name, tensor in unwrap(model).named_parameters()}
+def _parameters(model: nn.Module) -> Table:
+    return {clean_path(name): tensor for name, tensor in _inside(model).named_parameters()}
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {clean_path(name): tensor for name, tensor in unwrap(model).named_buffers()}
+def _buffers(model: nn.Module) -> Table:
+    return {clean_path(name): tensor for name, tensor in _inside(model).named_buffers()}
 
 
-def _alike(tables: list[dict[str, Tensor]]) -> None:
+def _inside(model: nn.Module) -> nn.Module:
+    inner = unwrap(model)
+    while isinstance(inner, AveragedModel):
+        inner = unwrap(inner.module)
+    return inner
+
+
+def _alike(tables: list[Table]) -> None:
     shapes = [{name: tuple(t.shape) for name, t in table.items()} for table in tables]
     for number, other in enumerate(shapes[1:], start=2):
         differing = sorted(name for name in {*shapes[0], *other} if shapes[0].get(name) != other.get(name))

@@ -95,6 +95,7 @@ def recalibrate(
     Wu and Johnson 2021, Rethinking "Batch" in BatchNorm, https://arxiv.org/abs/2105.07576, section 3. Nado et al. 2020,
     https://arxiv.org/abs/2006.10963; Schneider et al. 2020, https://arxiv.org/abs/2006.16971.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.BatchNorm1d(1)).eval()
     >>> new, report = recalibrate(model, [torch.tensor([[1.0], [2.0]]), torch.tensor([[6.0]])], method="layerwise")
     >>> new[0].running_mean.item(), new[0].running_var.item(), report.provenance["samples"]

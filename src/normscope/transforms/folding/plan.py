@@ -167,7 +167,8 @@ def _stored(site: Site, call: Call, around: Surroundings, blank: Step) -> Step |
     spec = call.spec or site.spec
     assert spec is not None
     if "batch" in (site.mode_now, site.mode_eval, call.mode):
-        return Obstacle("normalizes by the batch, also in evaluation: its function is not linear")
+        when = "also in evaluation" if site.mode_eval == "batch" else "since it is in training mode"
+        return Obstacle(f"normalizes by the batch, {when}: its function is not linear")
     a, b = (np.broadcast_to(value, site.tensors["running_var"].shape) for value in affine(site))
     bad = np.flatnonzero(~(np.isfinite(a) & np.isfinite(b)))
     if bad.size:
