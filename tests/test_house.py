@@ -32,6 +32,7 @@ FLOORS = {
     "render": 8,
     "demo": 8,
     "transforms": 8,
+    "porting": 8,
     "bench": 8,
     "targets": 9,
     "cli": 10,

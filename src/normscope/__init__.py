@@ -40,6 +40,7 @@ _HOME = {
     "NormsComparison": "normscope.targets.norms.comparison",
     "transforms": "",
     "state_sensitivity": "normscope.transforms.sensitivity",
+    "port": "normscope.porting.port",
     "tune_allocator": "normscope.allocator",
 }
 
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from normscope.identify.compare_result import Comparison as Comparison
     from normscope.identify.result import Identification as Identification
     from normscope.monitor.monitor import Monitor as Monitor
+    from normscope.porting.port import port as port
     from normscope.reading import spec_of as spec_of
     from normscope.spec import Cast as Cast
     from normscope.spec import NormSpec as NormSpec
