@@ -14,7 +14,7 @@ import torch
 from normscope.reading import Reading, UnknownNormalization
 
 if TYPE_CHECKING:
-    from normscope.doctor.site import Neighbour
+    from normscope.doctor.site import Join, Neighbour
     from normscope.spec import NormSpec
 
 
@@ -27,6 +27,7 @@ class GraphNorm(torch.nn.Module):
         mode: batch | running | input; a graph has no train and eval, so it holds in both.
         tensors: weight, bias, running_mean, running_var: those that the graph stores.
         fed_by, feeds: its neighbours in the graph.
+        join: the end of the pre-norm branch that it begins, where it begins one.
 
     Shapes: the two tensors of a call, the input and the output of the node, are of any shape.
 
@@ -45,6 +46,7 @@ class GraphNorm(torch.nn.Module):
         tensors: Mapping[str, torch.Tensor] | None = None,
         fed_by: tuple[Neighbour, ...] = (),
         feeds: tuple[Neighbour, ...] = (),
+        join: Join | None = None,
     ) -> None:
         super().__init__()
         self.original_name = type_name
@@ -56,6 +58,7 @@ class GraphNorm(torch.nn.Module):
             self.register_buffer(name, tensor)
         self.fed_by = fed_by
         self.feeds = feeds
+        self.join = join
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return y

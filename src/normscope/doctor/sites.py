@@ -160,7 +160,7 @@ def _follow(
         call.fed_by, call.feeds = fed_by(node.inputs[0]), feeds(node.outputs[0])
         call.join = join(node)
         if isinstance(site.module, GraphNorm):  # its graph was not run by torch
-            call.fed_by, call.feeds = site.module.fed_by, site.module.feeds
+            call.fed_by, call.feeds, call.join = site.module.fed_by, site.module.feeds, site.module.join
         if not site.calls and call.spec is not None:
             site.spec = call.spec
         site.calls.append(call)

@@ -17,6 +17,7 @@ from normscope.targets import Loaded
 from normscope.targets.onnx_files import name_of, read_graph, readable
 from normscope.targets.onnx_neighbours import Neighbours
 from normscope.targets.onnx_run import batches, looker
+from normscope.targets.onnx_stream import Streams
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -92,8 +93,9 @@ class OnnxModel(torch.nn.Module):
         with readable("the graph" if isinstance(source, Graph) else name_of(source)):
             norms = node_norms(graph)
             neighbours = Neighbours(graph, norms)
+            streams = Streams(graph, neighbours, norms)
             for norm in norms:  # names of nodes hold dots, which add_module refuses
-                self._modules[norm.name] = _child(norm, neighbours)
+                self._modules[norm.name] = _child(norm, neighbours, streams)
             self._example = _example(graph)
         self.input_names = tuple(graph.inputs)
         self.output_names = tuple(graph.outputs)
@@ -182,7 +184,7 @@ class OnnxModel(torch.nn.Module):
         return given
 
 
-def _child(norm: NodeNorm, neighbours: Neighbours) -> GraphNorm:
+def _child(norm: NodeNorm, neighbours: Neighbours, streams: Streams) -> GraphNorm:
     return GraphNorm(
         norm.type_name,
         norm.spec,
@@ -191,6 +193,7 @@ def _child(norm: NodeNorm, neighbours: Neighbours) -> GraphNorm:
         {name: _tensor(norm.array(name)) for name in norm.parameters},
         neighbours.fed_by(norm) if norm.reachable else (),
         neighbours.feeds(norm) if norm.reachable else (),
+        streams.join(norm) if norm.reachable else None,
     )
 
 

@@ -52,6 +52,14 @@ class Neighbours:
     def feeds(self, norm: NodeNorm) -> tuple[Neighbour, ...]:
         return tuple(self._below(norm.output, (), True, set()))
 
+    def below(self, value: str) -> tuple[Neighbour, ...]:
+        """What reads any value, as `feeds` says of a norm's output."""
+        return tuple(self._below(value, (), True, set()))
+
+    def normalizes(self, value: str) -> bool:
+        """Whether it is the input of a norm."""
+        return value in self._read_by
+
     def _above(self, value: str, through: tuple[str, ...], same: bool, seen: set[str]) -> Iterator[Neighbour]:
         """``same``: no view on the way has moved the axes."""
         if value in seen:
@@ -60,14 +68,14 @@ class Neighbours:
         node = self._graph.producer(value)
         if value in self._made_by:
             yield Neighbour(
-                "norm", "norm", "", through=through, site=self._made_by[value], consumers=self._uses(value)
+                "norm", "norm", "", through=through, site=self._made_by[value], consumers=self.uses(value)
             )
         elif node is None:
             if value in self._graph.inputs:
                 yield Neighbour("input", "input", "", through=through)
         elif (biased := self._biased(node)) is not None:
             yield self._layer(biased, node, through, same)
-        elif self._transparent(node):
+        elif self.transparent(node):
             step = () if node.op_type in VIEWS else (node.op_type.lower(),)
             for name in self._data(node):
                 moved = node.op_type in VIEWS and node.op_type not in ("Identity", "Cast")
@@ -87,14 +95,14 @@ class Neighbours:
             if made in seen:
                 continue
             seen.add(made)
-            if self._transparent(node):
+            if self.transparent(node):
                 step = () if node.op_type in VIEWS else (node.op_type.lower(),)
                 moved = node.op_type in VIEWS and node.op_type not in ("Identity", "Cast")
                 yield from self._below(made, (*through, *step), same and not moved, seen)
             else:
                 yield self._layer(node, node, through, same)
 
-    def _transparent(self, node: NodeProto) -> bool:
+    def transparent(self, node: NodeProto) -> bool:
         if node.op_type == "Add":
             return len(self._data(node)) == 1
         return node.op_type in VIEWS or node.op_type in ELEMENTWISE
@@ -115,13 +123,7 @@ class Neighbours:
 
     def _layer(self, node: NodeProto, last: NodeProto, through: tuple[str, ...], same: bool) -> Neighbour:
         """``last``: the node that makes the layer's output, the addition of its bias where that is a node."""
-        kind = KINDS.get(node.op_type) or ("pool" if "Pool" in node.op_type else "other")
-        if node.op_type in ("Add", "Sum"):
-            kind = "add"
-        if node.op_type == "Gather" and self._graph.is_constant(node.input[0]):
-            kind = "embedding"
-        if node.op_type == "MatMul" and not any(self._graph.is_constant(name) for name in node.input):
-            kind = "other"
+        kind = self.kind(node)
         weight = next((name for name in node.input[1:2] if self._graph.is_constant(name)), "")
         return Neighbour(
             kind=kind,
@@ -129,13 +131,23 @@ class Neighbours:
             path=node.name or node.output[0],
             through=through,
             feature_axis=self._feature_axis(node, kind) if same else None,
-            consumers=sum(self._uses(name) for name in last.output if name),
+            consumers=sum(self.uses(name) for name in last.output if name),
             transposed=node.op_type in ("ConvTranspose", "MatMul")
             or (node.op_type == "Gemm" and not values_of(node).get("transB", 0)),
-            weight_uses=self._uses(weight) if weight else 0,
+            weight_uses=self.uses(weight) if weight else 0,
             padded=_padded(node),
             rewritable=kind in LAYERS and bool(weight),
         )
+
+    def kind(self, node: NodeProto) -> str:
+        """As in `Neighbour.kind`."""
+        if node.op_type in ("Add", "Sum"):
+            return "add"
+        if node.op_type == "Gather" and self._graph.is_constant(node.input[0]):
+            return "embedding"
+        if node.op_type == "MatMul" and not any(self._graph.is_constant(name) for name in node.input):
+            return "other"
+        return KINDS.get(node.op_type) or ("pool" if "Pool" in node.op_type else "other")
 
     def _feature_axis(self, node: NodeProto, kind: str) -> int | None:
         if kind == "conv" or node.op_type == "Gemm":
@@ -143,11 +155,11 @@ class Neighbours:
         ndim = self._graph.rank(node.output[0])
         return ndim - 1 if kind == "linear" and ndim is not None else None
 
-    def _uses(self, value: str) -> int:
+    def uses(self, value: str) -> int:
         """How often a value is read, as itself or as a view of it."""
         count = self._graph.outputs.count(value)
         for node in self._graph.readers(value):
-            count += self._uses(node.output[0]) if node.op_type in ("Identity", "Cast") else 1
+            count += self.uses(node.output[0]) if node.op_type in ("Identity", "Cast") else 1
         return count
 
 
