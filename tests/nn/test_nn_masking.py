@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
 
+import normscope as ns
 import normscope.nn as own
 from normscope import reference
 from normscope.errors import BadInput
@@ -354,3 +355,17 @@ def test_errors(case):
     with pytest.raises(BadInput) as caught:
         call()
     assert str(caught.value) == text
+
+
+def test_check_compares_no_masked_call_with_statistics_of_everything():
+    torch.manual_seed(0)
+    lengths = torch.randint(5, 41, (48,))
+    x = pad_sequence([torch.randn(int(n), 6) * 2 + 1 for n in lengths], batch_first=True).movedim(1, 2)
+    model = Speech()
+    for _ in range(60):
+        model(x, lengths)
+    report = ns.check(model.eval(), (x, lengths))
+    assert [f.code for f in report.findings if f.severity != "info"] == []
+    assert {f.code for f in report.findings}.isdisjoint({"NS304", "NS405"})
+    refused = ns.transforms.fold(model, (x, lengths))[1]
+    assert not refused.done

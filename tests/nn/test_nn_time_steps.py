@@ -270,6 +270,24 @@ def test_doctor_reads_tdbn_and_finds_nothing_in_a_healthy_net():
     }
 
 
+def test_tdbn_folds_into_the_convolution():
+    torch.manual_seed(0)
+    model, x = Spiking().double(), torch.rand(8, T, 2, 8, 8, dtype=torch.float64)
+    for _ in range(30):
+        model(x)
+    folded, report = ns.transforms.fold(model.eval(), x)
+    assert len(report.done) == 2
+    assert not [m for m in folded.modules() if isinstance(m, own.ThresholdBatchNorm2d)]
+    torch.testing.assert_close(folded(x), model(x), **CLOSE)
+
+
+def test_tebn_whose_factors_are_frozen_says_so():
+    norm = own.TemporalEffectiveBatchNorm2d(T, C)
+    assert ns.reading.read(norm).tensors["weight"].requires_grad
+    norm.requires_grad_(False)
+    assert not ns.reading.read(norm).tensors["weight"].requires_grad
+
+
 ERRORS = {
     "layout": (
         lambda: own.ThresholdBatchNorm1d(3, layout="b c t"),

@@ -46,7 +46,8 @@ def _of_batches(obj: Any, input_ndim: int | None) -> Reading:
     tensors = tensors_of(obj)
     if hasattr(obj, "by_step"):  # what it multiplies by is made of its parameters
         made = zip(("weight", "bias"), obj.by_step(), strict=True)
-        tensors |= {name: value.detach() for name, value in made if value is not None}
+        learned = obj.scale.requires_grad
+        tensors |= {name: t.detach().requires_grad_(learned) for name, t in made if t is not None}
     return Reading(
         spec,
         qualified_name(type(obj)),

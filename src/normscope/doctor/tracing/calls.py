@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from normscope.spec import NormSpec
 
 
+MASKED = (
+    "is called with a mask or lengths: which elements count is no part of a specification, so its statistics are not "
+    "compared with any"
+)
+
+
 @dataclass(eq=False)
 class NormCall:
     """One call of one normalization, with the user's tensors."""
@@ -138,6 +144,7 @@ class NormCalls:
             return
         found, tensors = self._before
         bound = self._names.readings.read(frame.module, given.dim())
+        masked = _masked(args, kwargs)
         call = NormCall(
             name=frame.path,
             path=frame.path,
@@ -146,8 +153,8 @@ class NormCalls:
             frame=frame,
             input=given,
             output=output,
-            spec=_on(given, bound.spec, found.mode),
-            reason=bound.reason,
+            spec=None if masked else _on(given, bound.spec, found.mode),
+            reason=MASKED if masked else bound.reason,
             mode=found.mode,
             tensors=tensors,
         )
@@ -242,6 +249,11 @@ class NormCalls:
             self._tell(call)
         finally:
             self._quiet = False
+
+
+def _masked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a module of one input got what says which elements count, as layers of normscope.nn take it."""
+    return any(value is not None for value in (*args[1:3], kwargs.get("mask"), kwargs.get("lengths")))
 
 
 class _AsWritten(TorchFunctionMode):
