@@ -57,10 +57,7 @@ def to_torch(
         notes.append("the source is frozen; torch.nn has no such layer: .train() thaws this one")
         for parameter in ported.parameters():
             parameter.requires_grad_(False)
-    settings = {"class": chosen.name, "arguments": chosen.arguments, **chosen.settings}
-    return ported, PortReport(
-        "port", (SiteChange("", name, after),), tuple(agreements), tuple(notes), settings=settings
-    )
+    return ported, PortReport("port", (SiteChange("", name, after),), tuple(agreements), tuple(notes))
 
 
 def _complete(name: str, reading: Reading, tensors: dict[str, Tensor], source: str) -> None:

@@ -43,7 +43,7 @@ def port(
         rename: for a state, path of a layer in the source -> its path in the target.
 
     Returns the torch layer (checked against the source in float64, in evaluation and training, before it is returned),
-    or arrays under the target's names; and a `PortReport`, for a layer with the ``settings`` that make it.
+    or arrays under the target's names; and a `PortReport`, for a torch layer with the ``settings`` of the target's.
 
     Raises BadInput for what is no layer or state, has no values yet, or contradicts itself; UnknownNormalization where
     the source cannot be read exactly or the target has no such layer; Deviation where the outputs disagree.

@@ -13,8 +13,8 @@ from normscope.transforms.report import TransformReport
 class PortReport(TransformReport):
     """A `TransformReport` whose ``notes`` state every conversion.
 
-    ``settings``: for one layer, its class and the arguments that make it in the target; empty for a state, which says
-    nothing of eps and momentum.
+    ``settings``: for a torch layer, the class of the target and the arguments that make it there; else empty, as a
+    state says nothing of eps and momentum.
 
     >>> print(PortReport("port", (), notes=()))
     port: no normalization was found
