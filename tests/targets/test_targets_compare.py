@@ -292,3 +292,13 @@ def test_a_model_is_left_as_it_was(net: Net) -> None:
     assert model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(np.array_equal(before[n], t) for n, t in model.state_dict().items())
+
+
+def test_a_layer_norm_by_name_with_running_statistics() -> None:
+    """Its specification is not known; its tensors are compared."""
+    one = {"ln.running_mean": torch.zeros(4), "ln.running_var": torch.ones(4)}
+    two = {**one, "ln.running_mean": torch.full((4,), 0.5)}
+    assert fields(compare_norms(one, two)) == [("ln", "running_mean")]
+    assert ns.check_state(one).sites[0].reason == (
+        "a layer norm by its name, with running statistics, which layer norms do not keep"
+    )

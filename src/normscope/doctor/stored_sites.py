@@ -26,6 +26,8 @@ REASONS = {
     GROUP: "a group norm by its name; the number of groups is not in the file",
     INSTANCE: "an instance norm by its name; the axes that it normalizes over are not in the file",
     BATCH: "a batch norm by its name, without the running statistics that would show it",
+    LAYER: "a layer norm by its name, with running statistics, which layer norms do not keep",
+    RMS: "an RMS norm by its name, with running statistics, which RMS norms do not keep",
     "": "a norm by its tensors; neither its name nor its shapes tell which",
 }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from normscope.doctor.report import plain
 from normscope.doctor.wording import listed, plural
 from normscope.errors import BadInput, BadTarget
-from normscope.targets.norms.differences import NormDifference, counted, differences
+from normscope.targets.norms.differences import NormDifference, counters_differ, differences
 from normscope.targets.norms.listed import FILE, GRAPH, ListedNorm, NormList
 from normscope.targets.norms.pairing import Pairing, paired
 
@@ -166,7 +166,7 @@ def compare_norms(a: Any, b: Any, *, progress: Callable[[str], None] | None = No
             progress(name)
         site_a, site_b = _read(mine, one), _read(theirs, two)
         pairs.append(_pair(name, mine, theirs, site_a, site_b))
-        if counted(site_a, site_b) is not None:
+        if counters_differ(site_a, site_b):
             counts.append(name)
     if counts:
         notes.append(f"counters of batches differ, which changes no output, at {listed(counts)}")

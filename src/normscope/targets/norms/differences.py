@@ -25,6 +25,7 @@ NEUTRAL = {"weight": 1.0, "bias": 0.0}
 LAST_PLACES = 2
 """of the coarser of two dtypes: a copy in another dtype, or an eps that went through float32, is off by one"""
 SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+COUNTERS = ("int64", "int32", "float32")
 ROLES = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -79,17 +80,14 @@ def differences(a: Site, b: Site) -> list[NormDifference]:
     return [*fields, *_momentum(a, b), *_mode(a, b), *tensors]
 
 
-def counted(a: Site, b: Site) -> tuple[int, int] | None:
-    """The numbers of batches that two norms have seen, where both count and differ."""
-    counts = [site.tensors.get("num_batches_tracked") for site in (a, b)]
-    if (
-        counts[0] is None
-        or counts[1] is None
-        or max(count.numel() for count in counts if count is not None) != 1
-    ):
-        return None
-    one, two = int(counts[0].item()), int(counts[1].item())
-    return (one, two) if one != two else None
+def counters_differ(a: Site, b: Site) -> bool:
+    """Whether two norms that both count the batches they have seen have seen different numbers."""
+    if any(site.dtype("num_batches_tracked") not in COUNTERS for site in (a, b)):
+        return False
+    one, two = (site.array("num_batches_tracked") for site in (a, b))
+    assert one is not None
+    assert two is not None
+    return not np.array_equal(one, two, equal_nan=True)
 
 
 def _both_known(a: Site, b: Site) -> bool:

@@ -115,11 +115,12 @@ def of_graph(source: Any, name: str = "") -> NormList:
     name = name or name_of(source)
     graph = read_graph(source)
     with readable(name):
-        found = node_norms(graph)
-    norms = tuple(
-        ListedNorm(module_path(norm), norm.name, tuple(norm.parameters), partial(_node, norm, name))
-        for norm in found
-    )
+        norms = tuple(
+            ListedNorm(
+                module_path(norm), _text(norm.name), tuple(norm.parameters), partial(_node, norm, name)
+            )
+            for norm in node_norms(graph)
+        )
     return NormList(name, GRAPH, norms)
 
 
@@ -151,8 +152,14 @@ def module_path(norm: NodeNorm) -> str:
     }
     if len(owners) == 1 and all(name.rpartition(".")[2] in ROLES for name in norm.parameters.values()):
         return owners.pop()
-    scopes = norm.name.strip("/").split("/")
-    return joined(scopes[:-1]) if len(scopes) > 1 else norm.name
+    name = _text(norm.name)
+    scopes = name.strip("/").split("/")
+    return joined(scopes[:-1]) if len(scopes) > 1 else name
+
+
+def _text(name: str | bytes) -> str:
+    """Names that are no text come as bytes out of a damaged file."""
+    return name if isinstance(name, str) else name.decode(errors="replace")
 
 
 def joined(scopes: list[str]) -> str:
