@@ -24,7 +24,7 @@ class ConvTranspose(OpRun):
         self, x: Any, w: Any, b: Any = None, group: int = 1, pads: Any = None, strides: Any = None, **_: Any
     ) -> Any:
         held = [None if a is None else torch.tensor(a) for a in (x, w, b)]
-        whole = torch.nn.functional.conv_transpose2d(*held, stride=strides, groups=group)
+        whole = torch.nn.functional.conv_transpose2d(*held, stride=strides or 1, groups=group)
         top, left, bottom, right = pads or (0, 0, 0, 0)
         return (whole[:, :, top : whole.shape[2] - bottom, left : whole.shape[3] - right].numpy(),)
 

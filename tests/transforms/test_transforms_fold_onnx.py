@@ -113,3 +113,86 @@ def test_in_onnx_runtime_they_agree(found: tuple[onnx.ModelProto, dict[str, Any]
         assert agreement.difference <= agreement.allowed
     if left:
         assert "fills in zeros" in report.left[0].reason
+
+
+def same(net: Net, shape: tuple[int, ...], output: str) -> tuple[list[str], list[str]]:
+    """Operators that are left, and sites that stay, of a graph whose fold moves nothing."""
+    model = net.model({"x": shape}, {output: [None] * len(shape)})
+    graph = OnnxModel(model).graph
+    planned = plan(graph, clone_shared=False, refused={})
+    after = fold_into(graph, [one for one in planned if isinstance(one, Step)])
+    onnx.checker.check_model(after, full_check=True)
+    x = net.random.normal(size=shape)
+    # sums of up to 27 products
+    np.testing.assert_allclose(truth(after, x), truth(model, x), rtol=0, atol=1e-12)
+    left = [one.site for one in planned if isinstance(one, Stays)]
+    return [node.op_type for node in after.graph.node], left
+
+
+def test_tokens_that_are_turned_for_the_norm() -> None:
+    """A batch norm of tokens: (N, L, C) becomes (N, C, L) and back."""
+    net = Net(0, "float64")
+    layer(net, "MatMul", "x", "h", (3, 4), 1, "")
+    net.node("Transpose", ["h"], "turned", perm=[0, 2, 1])
+    net.node("Add", ["turned", net.store("added", 4, 1)], "more")
+    net.norm("more", "n", 4)
+    net.node("Transpose", ["n"], "back", perm=[0, 2, 1])
+    net.node("Tanh", ["back"], "t")
+    net.node("Transpose", ["t"], "again", perm=[0, 2, 1])
+    net.norm("again", "m", 4)
+    net.node("Transpose", ["m"], "b", perm=[0, 2, 1])
+    layer(net, "MatMul", "b", "y", (4, 2), 1, "row")
+    operators, left = same(net, (2, 5, 3), "y")
+    assert left == []
+    assert operators == [
+        "MatMul", "Add", "Transpose", "Transpose", "Tanh", "Transpose", "Transpose", "MatMul", "Add",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["reflect", "edge", "constant"])
+def test_a_border_of_values_of_the_image_keeps_the_shift(mode: str) -> None:
+    net = Net(0, "float64")
+    net.norm("x", "n", 3)
+    net.stored["pads"] = np.array([0, 0, 1, 2, 0, 0, 1, 1])
+    net.node("Pad", ["n", "pads"], "p", mode=mode)
+    layer(net, "Conv", "p", "y", (3, 2), 1, "")
+    operators, left = same(net, (2, 3, 5, 4), "y")
+    assert operators[-2:] == ["Pad", "Conv"]
+    assert left == (["n_node"] if mode == "constant" else [])
+
+
+def test_a_batch_norm_written_as_four_nodes() -> None:
+    net = Net(0, "float64")
+    layer(net, "ConvTranspose", "x", "h", (2, 2), 3, "vector")
+    value = "h"
+    for i, op in enumerate(("Sub", "Div", "Mul", "Add")):
+        value = net.node(op, [value, net.store(f"c{i}", 6, 1, 1, low=0.5)], f"v{i}")
+    net.node("Mul", [value, value], "y")
+    assert same(net, (2, 6, 4, 4), "y") == (["ConvTranspose", "Mul"], [])
+
+
+def test_one_norm_and_several_layers_that_read_it() -> None:
+    net = Net(0, "float64")
+    net.norm("x", "n", 3)
+    layer(net, "Gemm", "n", "a", (3, 4), 1, "", transB=True, alpha=0.5)
+    net.node("Dropout", ["n"], "d")
+    layer(net, "MatMul", "d", "b", (3, 4), 1, "vector")
+    net.node("Sub", ["a", "b"], "y")
+    assert same(net, (2, 3), "y") == (["Gemm", "Dropout", "MatMul", "Add", "Sub"], [])
+
+
+def test_growth_and_dead_channels_are_told() -> None:
+    net = Net()
+    layer(net, "Conv", "x", "h", (3, 4), 1, "")
+    net.norm("h", "y", 4)
+    net.stored |= {"y_gain": np.ones(4, np.float32), "y_var": np.array([1, 1, 0, 1], np.float32)}
+    _, report = fold(OnnxModel(net.model({"x": (1, 3, 6, 6)}, {"y": [None] * 4})))
+    (one,) = report.folds
+    assert (one.site, one.into, one.where, one.channel, one.zero_variance) == (
+        "y_node",
+        ("h_node",),
+        "before",
+        2,
+        1,
+    )
+    assert one.growth == pytest.approx((1e-5) ** -0.5, rel=1e-4)
