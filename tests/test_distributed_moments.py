@@ -18,7 +18,7 @@ from normscope.transforms import recalibrate
 from normscope.transforms.chosen import chosen
 from normscope.transforms.loader import Loader
 from normscope.transforms.passes import exact
-from rank_of_a_recalibration import SHARDS, net, recalibrated, shard
+from rank_of_a_recalibration import SHARDS, masks, net, recalibrated, shard
 
 PROGRAM = Path(__file__).with_name("rank_of_a_recalibration.py")
 
@@ -127,6 +127,22 @@ def test_four_processes_are_one(ranks: list[dict[str, Any]], method: str) -> Non
         if torch.is_tensor(value) and value.is_floating_point():
             # the merges come in another order: some ten roundings of float64 of numbers near 100
             torch.testing.assert_close(ranks[0][method][name], value, rtol=1e-12, atol=1e-12)
+
+
+@distributed
+def test_masks_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    """Counts by channel on some ranks, one number on another, nothing on a third."""
+    batches = [batch for rank in range(4) for batch in shard(rank)]
+    valid = [mask[:, 2:] for rank in range(4) for mask in masks(rank)]
+    whole = recalibrated(batches, "exact", valid, "1")
+    inputs = torch.cat([net()[0](x).transpose(1, 2)[mask] for x, mask in zip(batches, valid, strict=True)])
+    for rank in ranks:
+        found = rank["masked"]
+        assert all(torch.equal(found[k], v) for k, v in ranks[0]["masked"].items() if torch.is_tensor(v))
+        for name in ("1.running_mean", "1.running_var"):
+            torch.testing.assert_close(found[name], whole[name], rtol=1e-12, atol=1e-12)  # as above
+        torch.testing.assert_close(found["1.running_mean"], inputs.mean(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found["1.running_var"], inputs.var(0), rtol=1e-11, atol=0)
 
 
 @distributed

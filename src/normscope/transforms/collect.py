@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,12 +89,13 @@ class Collector:
             mask = self._mask(x, reading.spec, _own_mask(module, x, args, kwargs))
             if isinstance(mask, str) or mask is None or reading.mode_now != "batch" or not bool(mask.any()):
                 return output
-            held = reading.tensors
-            # read by batch renormalization; copies, since training moves them
+            held, running = reading.tensors, reading.spec.running
+            # batch renormalization reads its state; copies, since training moves them, and what becomes of them is
+            # nobody's business: a set of one element must not be refused for its stored variance
             state = RunningState(held["running_mean"].clone(), held["running_var"].clone())
-            return functional.normalize(
-                x, reading.spec, held.get("weight"), held.get("bias"), running=state, training=True, mask=mask
-            )
+            spec = reading.spec.replace(running=running and replace(running, correction=0))
+            weight, bias = held.get("weight"), held.get("bias")
+            return functional.normalize(x, spec, weight, bias, running=state, training=True, mask=mask)
 
         return left
 
