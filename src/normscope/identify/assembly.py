@@ -89,6 +89,7 @@ class Assembly:
                     elements=second.sizes,
                     gain_ratio=second.gain_ratio,
                 )
+                self._say_eps_at(second, told)
                 return told, []
             self.f.notes.append(
                 f"at sets of {second.sizes[1]} elements the gain is {second.gain_ratio:.6g} times that at "
@@ -115,6 +116,19 @@ class Assembly:
                 },
             )
         return best, rivals
+
+    def _say_eps_at(self, second: Second, told: Units) -> None:
+        """Note an eps that is another number at the second size."""
+        if second.eps_ratio is None:
+            return
+        before, after = second.sizes
+        ratio = second.eps_ratio * sqrt(told.ratio(after) / told.ratio(before))
+        if abs(ratio - 1) > second.eps_error:
+            power = 2 if self.fit.form == "variance" else 1
+            self.f.notes.append(
+                f"at sets of {after} elements eps is {ratio**power:.6g} times that at {before}: it depends on the size "
+                "of the set, and is told for this size"
+            )
 
     # Members ----------------------------------------------------------------------------------------------------
 

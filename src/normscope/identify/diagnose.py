@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -12,6 +14,8 @@ from normscope.identify.probing import Pair, Prober, pair
 
 CLEAR = 1e-3
 """an error below this is one of the diagnosis: eps is left out of it"""
+LEAST = 3
+"""elements of a set that can contradict one common factor, of which one is fitted and one goes to the mean"""
 LARGE = 2.0**12
 """inputs so large that an eps of the usual sizes is not seen"""
 
@@ -41,6 +45,8 @@ def reason(f: Prober, pairs: list[Pair], partition: Partition, misfit: float) ->
         off[center], ratios[center] = _common_factor(large, labels, center)
     center = off[True] <= off[False]
     if off[center] > CLEAR:
+        if follows := _follows_other_sets(large, partition):
+            return follows
         return (
             "within one set the outputs are no common multiple of x - mean "
             f"(off by {off[True]:.2g} of themselves), nor of x ({off[False]:.2g})"
@@ -61,6 +67,31 @@ def reason(f: Prober, pairs: list[Pair], partition: Partition, misfit: float) ->
         f"{what} is divided by one number for each set, but by none that the family knows: the best choice of "
         f"standard deviation or root mean square, eps and its place leaves {misfit:.2g} of the output{follows}"
     )
+
+
+def _follows_other_sets(pairs: list[Pair], partition: Partition) -> str:
+    """Whether smaller sets have one divisor each, which then follows inputs of other sets; "" where none have."""
+    erased = [dim for dim, factors in enumerate(partition.dims) if len(factors) == 1 and not factors[0].kept]
+    for count in range(1, len(erased)):
+        for split in combinations(erased, count):
+            dims = tuple(
+                (replace(factors[0], kept=True),) if dim in split else factors
+                for dim, factors in enumerate(partition.dims)
+            )
+            part = replace(partition, dims=dims)
+            if part.set_size < LEAST:
+                continue
+            for center in (True, False):
+                if _common_factor(pairs, part.labels.ravel(), center)[0] > CLEAR:
+                    continue
+                axes = " and ".join(str(dim) for dim in erased if dim not in split)
+                return (
+                    f"{'x - mean' if center else 'x'} is divided by one number for each set over axis {axes}, and that "
+                    f"number follows inputs outside the set too: a set has {part.set_size} elements, and one input "
+                    f"moves {partition.set_size} outputs. No specification divides by a statistic, or adds an eps, "
+                    "that other sets change"
+                )
+    return ""
 
 
 def _numerator(x: Array, labels: Labels, center: bool) -> Array:

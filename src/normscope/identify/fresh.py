@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from math import sqrt
 
@@ -21,6 +21,11 @@ ALL_DIGITS = 2.0**50
 """a mean so many spreads high leaves no digit of them in float64"""
 
 
+FEW = ("another direction", "a spread near eps")
+ALL = (*FEW, "a few large elements", "a level of 2", "a spread far above eps")
+"""the inputs by name"""
+
+
 @dataclass(frozen=True)
 class Verdict:
     error: float
@@ -29,6 +34,8 @@ class Verdict:
     """what rounding allows at that input"""
     input: str
     inputs: int
+    resolution: float
+    """the most that rounding allows at any of the inputs"""
 
     @property
     def holds(self) -> bool:
@@ -54,10 +61,13 @@ def verify(
     weight: Array | None,
     bias: Array | None,
     near_eps: float | None,
+    names: Container[str] = ALL,
 ) -> Verdict:
     """Compare on fresh inputs; the worst of them, measured by what rounding allows there."""
     verdicts = []
     for name, x in inputs(shape, near_eps):
+        if name not in names:
+            continue
         # as PyTorch's rule has it, eps=None is that of the dtype the callable computes in
         seen = x.astype(np.float32) if f.roundoff > 2.0**-50 else x
         expected = reference.forward(seen, spec, weight, bias)
@@ -65,7 +75,7 @@ def verify(
         error = float(np.abs(f(seen.astype(np.float64)) - expected).max()) / largest
         verdicts.append((error if np.isfinite(error) else np.inf, _allowed(f.roundoff, x, spec), name))
     error, allowed, name = max(verdicts, key=lambda v: v[0] / v[1])
-    return Verdict(error, allowed, name, len(verdicts))
+    return Verdict(error, allowed, name, len(verdicts), max(v[1] for v in verdicts))
 
 
 def _allowed(roundoff: float, x: Array, spec: NormSpec) -> float:

@@ -15,6 +15,7 @@ from normscope.identify.bias import better_bias, find_bias
 from normscope.identify.box import ROUNDOFF, Array, Box, box_of, is_shape, shape_of
 from normscope.identify.fit import Fit, fit
 from normscope.identify.fixed import fixed_affine
+from normscope.identify.other_sizes import say_other_sizes
 from normscope.identify.partition import POINTWISE, Partition
 from normscope.identify.probing import Contradiction, OnlyWhenShortened, Pair, Prober, direction, pair
 from normscope.identify.repeats import (
@@ -175,9 +176,11 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) 
     (spec, weight, bias_value), others = assembly.choose(second_gain(f, partition, best, start))
     remarks.say_eps(f, s, best, spec)
     near = None if best.root_eps == 0 else 2.0 ** (start or 0.0)
-    error = _verified(f, list(dict.fromkeys([shape, example])), spec, weight, bias_value, near)
-    remarks.constant_input(f, shape, spec)
+    error, resolution = _verified(f, list(dict.fromkeys([shape, example])), spec, weight, bias_value, near)
+    say_other_sizes(f, partition, spec, weight, bias_value, near)
+    remarks.constant_input(f, s, shape, spec)
     remarks.say_hidden(f, shape, example)
+    remarks.say_resolution(f, best, error)
     if given > f.box.roundoff:
         f.notes.append("part of its arithmetic is float32: it errs by some 1e-7, and was judged by that")
     return Identification(
@@ -186,6 +189,7 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) 
         weight=weight,
         bias=bias_value,
         max_error=error,
+        resolution=resolution,
         equivalent=tuple(others),
         **_kept(f),
     )
@@ -209,9 +213,12 @@ def _verified(
     weight: Array | None,
     bias: Array | None,
     near_eps: float | None,
-) -> float:
-    """The largest error over all shapes. Raises Contradiction where one is more than rounding."""
-    worst = 0.0
+) -> tuple[float, float]:
+    """The largest error over all shapes, and the largest that rounding allows.
+
+    Raises Contradiction where one is more than that.
+    """
+    worst = resolution = 0.0
     for shape in shapes:
         raised: type[Contradiction] = Contradiction if shape == shapes[0] else OnlyWhenShortened
         try:
@@ -224,14 +231,15 @@ def _verified(
                 f"{verdict.error:.2g} of the largest output, where rounding allows {verdict.allowed:.2g}",
                 verdict.error,
             )
-        worst = max(worst, verdict.error)
+        worst, resolution = max(worst, verdict.error), max(resolution, verdict.resolution)
         f.conclude(
             "the specification computes the same",
             f"the reference on {verdict.inputs} fresh inputs",
             shape=shape,
             largest_error=verdict.error,
+            told_from_rounding_above=verdict.resolution,
         )
-    return worst
+    return worst, resolution
 
 
 def _kept(f: Prober) -> dict[str, Any]:

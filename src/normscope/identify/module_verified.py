@@ -28,6 +28,8 @@ class Verified:
     """How far the module is from the reference."""
 
     error: float
+    resolution: float
+    """what errors are allowed"""
     evidence: Evidence
     contradiction: str
     """\"\" where all errors are within rounding"""
@@ -57,11 +59,13 @@ def verified(whole: Whole, modes: Sequence[InMode], example: tuple[int, ...]) ->
         "fresh inputs of usual size, far from zero, and at the size of eps",
         errors,
     )
-    if error <= (FLOAT32 if coarse else FLOAT64):
-        return Verified(error, evidence, "")
+    resolution = FLOAT32 if coarse else FLOAT64
+    if error <= resolution:
+        return Verified(error, resolution, evidence, "")
     worst = max(errors, key=lambda name: errors[name])
     return Verified(
         error,
+        resolution,
         evidence,
         f"it is near to {whole.spec}, but misses it by {error:.2g} of the largest output ({worst})",
     )

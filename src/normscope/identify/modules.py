@@ -182,6 +182,7 @@ def _finished(
         weight=weight,
         bias=bias,
         max_error=checked.error,
+        resolution=checked.resolution,
         evidence=(*found, checked.evidence),
         equivalent=tuple(other.replace(cast=spec.cast) for other in whole.equivalent),
         notes=tuple(notes),

@@ -64,6 +64,8 @@ class Identification:
     bias: Array | None = None
     max_error: float | None = None
     """largest difference from the reference on fresh inputs, over the largest output of that input"""
+    resolution: float | None = None
+    """what a difference has to exceed to be told from rounding there; a smaller deviation may hide"""
     evidence: tuple[Evidence, ...] = ()
     equivalent: tuple[NormSpec, ...] = ()
     """other specifications of the same function on inputs of this shape, each with its own weight"""
@@ -100,7 +102,8 @@ class Identification:
         else:
             lines.append(f"  not a normalization of this family: {self.reason}")
         if self.max_error is not None:
-            lines.append(f"  largest error on fresh inputs {self.max_error:.1e}")
+            told = "" if self.resolution is None else f"; below {self.resolution:.1e} it may be rounding"
+            lines.append(f"  largest error on fresh inputs {self.max_error:.1e}{told}")
         for title, entries in (
             ("the same function", self.equivalent),
             ("because", self.evidence if evidence else ()),
@@ -119,6 +122,7 @@ class Identification:
             "mode": self.mode,
             **{name: None if value is None else value.tolist() for name, value in arrays.items()},
             "max_error": self.max_error,
+            "resolution": self.resolution,
             "evidence": [
                 {"conclusion": e.conclusion, "probe": e.probe, "numbers": dict(e.numbers)}
                 for e in self.evidence

@@ -21,6 +21,10 @@ class Second:
     sizes: tuple[int, int]
     gain_ratio: float
     error: float
+    eps_ratio: float | None
+    """of the constants in units of the root, as the canonical fits see them; None without"""
+    eps_error: float
+    """relative, at most"""
     shape: tuple[int, ...]
 
 
@@ -31,7 +35,7 @@ def second_gain(f: Prober, partition: Partition, one: Fit, start: float | None) 
         if len(factors) > 1 or factors[0].kept or size == 1 or dim == partition.ragged:
             continue
         for longer in (size + 1, 2 * size):
-            shape = _with(partition.shape, dim, longer)
+            shape = with_size(partition.shape, dim, longer)
             if f.takes(shape):
                 dims = (*partition.dims[:dim], (Factor(longer, False),), *partition.dims[dim + 1 :])
                 found = _ratio(f, replace(partition, shape=shape, dims=dims), partition, one, start)
@@ -61,7 +65,10 @@ def _ratio(
     if float(np.abs(ratios - middle).max()) > 1e-4 or again.misfit > 1e4:  # the gain is another one there
         return None
     error = 1e-6 if f.roundoff < 2.0**-50 else 1e-4
-    return Second((partition.set_size, longer.set_size), float(np.exp(middle)), error, longer.shape)
+    sizes = partition.set_size, longer.set_size
+    eps_ratio = again.root_eps / one.root_eps if one.root_eps else None
+    eps_error = 8 * (one.error + again.error) + error
+    return Second(sizes, float(np.exp(middle)), error, eps_ratio, eps_error, longer.shape)
 
 
 def fixed_factors(f: Prober, partition: Partition, start: float | None) -> dict[int, str]:
@@ -76,7 +83,7 @@ def fixed_factors(f: Prober, partition: Partition, start: float | None) -> dict[
         blocks = len(partition.segments) if dim == partition.ragged else _blocks(factors)
         if blocks is None:
             continue
-        shape = _with(partition.shape, dim, 2 * partition.shape[dim])
+        shape = with_size(partition.shape, dim, 2 * partition.shape[dim])
         again = _partition_at(f, shape, scale) if f.takes(shape) else None
         if again is None:
             continue
@@ -105,7 +112,8 @@ def _partition_at(f: Prober, shape: tuple[int, ...], scale: float) -> Partition 
         return None
 
 
-def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+def with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    """The shape with another size of one axis."""
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
@@ -115,9 +123,9 @@ def roomy(f: Prober, shape: tuple[int, ...], most: int) -> tuple[int, ...]:
     Along an axis of one element nobody can tell what is kept; ``most`` elements are more than enough.
     """
     for dim in range(len(shape)):
-        if shape[dim] == 1 and f.takes(_with(shape, dim, 3)):
-            shape = _with(shape, dim, 3)
+        if shape[dim] == 1 and f.takes(with_size(shape, dim, 3)):
+            shape = with_size(shape, dim, 3)
     for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
-        if int(np.prod(shape)) > most and shape[dim] > 8 and f.takes(_with(shape, dim, 6)):
-            shape = _with(shape, dim, 6)
+        if int(np.prod(shape)) > most and shape[dim] > 8 and f.takes(with_size(shape, dim, 6)):
+            shape = with_size(shape, dim, 6)
     return shape

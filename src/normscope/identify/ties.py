@@ -63,7 +63,7 @@ def constant(one: Fit, units: Units, n: int, machine: float) -> Constant:
     if one.root_eps == 0:
         return Constant(0.0, "variance", 0)
     root = one.root_eps * sqrt(units.ratio(n))
-    error = 4 * one.error + 4 * machine  # the constant itself is a number of the dtype
+    error = eps_error(one, machine)
     if one.form == "variance":
         return _round(root**2, 2 * error, "variance", machine)
     at_root = _round(root, error, one.form, machine)
@@ -71,6 +71,11 @@ def constant(one: Fit, units: Units, n: int, machine: float) -> Constant:
         under = _round(root**2, 2 * error, "max_variance", machine)
         return under if under.digits < at_root.digits else at_root
     return at_root
+
+
+def eps_error(one: Fit, machine: float) -> float:
+    """What the constant may be off by, relative, in units of the root: it is itself a number of the dtype."""
+    return 4 * one.error + 4 * machine
 
 
 def _round(value: float, error: float, eps_at: str, machine: float) -> Constant:
