@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from normscope import Monitor
+from normscope.doctor.rules import all_rules
 from normscope.errors import BadInput, MissingExtra
 from normscope.monitor.watch import distance
 
@@ -145,8 +146,39 @@ class TestRules:
         """Of a batch norm on a good batch, no rule of the monitor lacks its measurement."""
         monitor = one_step(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(16, 8))
         report = monitor.report()
-        assert {entry.code for entry in report.not_run} == {"NS206", "NS312", "NS406"}
+        elsewhere = "a monitor does not decide it: normscope.check(model, inputs) on a batch does"
+        asked = [entry for entry in report.not_run if entry.reason != elsewhere]
+        assert {entry.code for entry in asked} == {"NS206", "NS312", "NS406"}
+        listed = (
+            {f.code for f in report.findings} | {*report.passed} | {entry.code for entry in report.not_run}
+        )
+        assert listed == set(all_rules())
         assert len(report.passed) >= 15
+
+    def test_a_model_that_is_not_called_says_nothing_of_samples(self) -> None:
+        class Parts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+        model = Parts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reasons = []
+        for tells in (False, True):
+            with Monitor(model, optimizer, select=["NS205"]) as monitor:
+                x = torch.randn(16, 8)
+                if tells:
+                    monitor.batch(x)
+                model.body(x).square().mean().backward()
+                optimizer.step()
+            reasons.append([entry.reason for entry in monitor.report().not_run])
+        assert reasons == [
+            [
+                "cannot tell: axis 0 of the inputs counts samples, and no tensor among them says how many (tell a "
+                "monitor whose model is not called itself with monitor.batch(inputs) before each pass)"
+            ],
+            [],
+        ]
 
     def test_what_no_longer_holds_is_a_note(self) -> None:
         model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2))

@@ -224,6 +224,71 @@ class TestAccumulation:
             "same at 1 other site."
         )
 
+    @pytest.mark.parametrize("to_none", [True, False])
+    @pytest.mark.parametrize("training", ["closure", "attack", "second network", "thrown away", "two views"])
+    def test_other_passes_were_blamed_on_accumulation(self, training: str, to_none: bool) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        parameters = list(model.parameters())
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.01)
+        if training == "closure":
+            optimizer = torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean()
+
+        def step(x: torch.Tensor) -> None:
+            if training == "attack":  # its gradients reach the weights too, and are thrown away
+                for _ in range(3):
+                    x = x.detach().requires_grad_()
+                    loss(x).backward()
+                    assert x.grad is not None
+                    x = x + 0.1 * x.grad.sign()
+                total = loss(x.detach())
+                optimizer.zero_grad(to_none)
+                total.backward()
+            elif training == "second network":  # real, generated, and the turn of the generator
+                optimizer.zero_grad(to_none)
+                loss(x).backward()
+                loss(x + 0.1 * torch.randn_like(x)).backward()
+            elif training == "thrown away":
+                for _ in range(3):
+                    optimizer.zero_grad(to_none)
+                    loss(torch.randn_like(x)).backward()
+            else:
+                optimizer.zero_grad(to_none)
+                (loss(x) - loss(x + 0.1 * torch.randn_like(x))).backward()
+            optimizer.step()
+            if training == "second network":
+                loss(x + 0.1 * torch.randn_like(x)).backward()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad(to_none)
+            total = loss(torch.randn(16, 8))
+            total.backward()
+            return total
+
+        with Monitor(model, optimizer, 2, select=UPDATES) as monitor:
+            for _ in range(6):
+                if training == "closure":
+                    optimizer.step(closure)  # type: ignore[arg-type]
+                else:
+                    step(torch.randn(16, 8))
+        diagnosis = "closure" if training == "closure" else "several"
+        assert told(monitor) == [("NS310", "1", "info", diagnosis)]
+        assert [len(p._post_accumulate_grad_hooks or ()) for p in parameters] == [0] * len(parameters)  # type: ignore[attr-defined]
+
+    def test_gradients_of_different_distributions_are_told_by_ns205_alone(self) -> None:
+        """Real and generated samples, each with a backward pass of its own."""
+        model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+        optimizer = sgd(model)
+        with Monitor(model, optimizer, 1, select=("NS205", "NS310")) as monitor:
+            for _ in range(20):
+                optimizer.zero_grad()
+                for shift in (0.0, 3.0):
+                    model(torch.randn(32, 8) + shift).square().mean().backward()
+                optimizer.step()
+        assert {f.code for f in monitor.report().findings} == {"NS205"}
+
     def test_frozen_norms_under_accumulation_are_silent(self) -> None:
         model = Net()
         optimizer = sgd(model)

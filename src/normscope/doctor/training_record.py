@@ -41,6 +41,10 @@ class SiteTraining:
     """median of those that were made while a backward pass was running: recomputation"""
     forwards: float = 0.0
     """median number of forward passes of the model in those steps"""
+    inside: float = 0.0
+    """median of those among them that the optimizer's own step made, by its closure"""
+    added: int = 0
+    """in the last step that was looked at: backward passes that the gradient is the sum of, 0 where unknown"""
     repeated: int | None = None
     """in the last step that was looked at: updates with the same batch statistics as an earlier one; None: no look"""
     counted_only: bool = False

@@ -32,6 +32,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}es" if noun.endswith(("ch", "s", "x")) else f"{count} {noun}s"
 
 
+SAMPLES_UNKNOWN = (
+    "cannot tell: axis 0 of the inputs counts samples, and no tensor among them says how many (tell a monitor whose "
+    "model is not called itself with monitor.batch(inputs) before each pass)"
+)
+
+
 def number(value: float) -> str:
     """Three significant digits; whole numbers below a million in full.
 

@@ -7,7 +7,7 @@ without gradients, outside of autocast, nothing of it in the user's graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from normscope.doctor.report import plain
 from normscope.doctor.sets import sets_of
 from normscope.doctor.site import Event
 from normscope.errors import told
+from normscope.monitor.backwards import Backwards
 from normscope.monitor.ranks import summary
 from normscope.monitor.watch import Hook, distance, in_backward, out_of_sight
 
@@ -62,6 +63,8 @@ class SiteLook:
     """passes made in the backward pass"""
     repeated: int = 0
     """passes with the batch statistics of an earlier one"""
+    added: int = 0
+    """backward passes that the gradient of the step is the sum of, 0 where unknown"""
     samples: int = 0
     elements: int = 0
     """of a statistic set"""
@@ -96,10 +99,19 @@ class Look:
         step: its number.
         subject: the model and its sites.
         readings: of modules by rank of their input.
+        parameters: by site, those whose gradients tell how many backward passes add up.
         costly: with the probes that take longer.
     """
 
-    def __init__(self, step: int, subject: Subject, readings: Readings, *, costly: bool) -> None:
+    def __init__(
+        self,
+        step: int,
+        subject: Subject,
+        readings: Readings,
+        parameters: Mapping[str, Sequence[torch.Tensor]],
+        *,
+        costly: bool,
+    ) -> None:
         self.step = step
         self.samples = 0
         self.sites: dict[str, SiteLook] = {}
@@ -114,6 +126,7 @@ class Look:
         self._statistics: dict[str, list[tuple[Any, Any]]] = {}
         self._waiting: dict[str, Event] = {}
         self._handles = []
+        self._backwards = {name: Backwards(given) for name, given in parameters.items()}
         for site in subject.sites:
             if isinstance(site.module, nn.Module) and not isinstance(site.module, torch.jit.ScriptModule):
                 self._handles += [
@@ -126,6 +139,10 @@ class Look:
             self._handles[-1].remove()
             self._handles.pop()
         self._waiting.clear()
+        for name, counted in self._backwards.items():
+            if name in self.sites:
+                self.sites[name].added = counted.passes
+            counted.close()
 
     def batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The inputs of a forward pass of the model: axis 0 counts samples."""

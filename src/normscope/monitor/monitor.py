@@ -118,7 +118,7 @@ class Monitor:
         """site name -> its last look"""
         self._knows_steps = bool(self._optimizers)
         self._trained = self._told_of_batches = False
-        self._forwards = self._looks = 0
+        self._forwards = self._forwards_before = self._looks = 0
         self._look: Look | None = None
         self._news = News(self._on_finding, None, None)
         self._measured: dict[str, Any] = {}
@@ -173,7 +173,9 @@ class Monitor:
             self._handles += watch.hooks()
         for root in roots(self._modes.model):
             self._handles.append(root.register_forward_pre_hook(Hook(self._forward), with_kwargs=True))
-        self._handles += [o.register_step_post_hook(self._optimizer_stepped) for o in self._optimizers]
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._optimizer_steps))
+            self._handles.append(optimizer.register_step_post_hook(self._optimizer_stepped))
         self._begin_look()
 
     def _take_off(self) -> None:
@@ -205,12 +207,15 @@ class Monitor:
         """An optimizer step was made. Not needed where the monitor was given the optimizer."""
         if not self._running or self._optimizers:
             return
-        if not self._knows_steps and self.steps:  # forward passes were taken for steps until now
+        guessed = not self._knows_steps and self.steps > 0
+        if guessed:  # forward passes were taken for steps until now
             self.steps = 0
             for watch in self._watches.values():
                 watch.forget_steps()
         self._knows_steps = True
         self._stepped()
+        if guessed and self._look is None:
+            self._begin_look()  # the first was at a forward pass
 
     def batch(self, *inputs: Any) -> None:
         """A training forward on ``inputs`` begins. Needed only where the model itself is not called (a Lightning
@@ -236,15 +241,19 @@ class Monitor:
         if self._look is not None:
             self._look.batch(args, kwargs)
 
-    def _optimizer_stepped(self, *_: Any) -> None:
-        self._stepped()
+    def _optimizer_steps(self, *_: Any) -> None:
+        self._forwards_before = self._forwards
 
-    def _stepped(self) -> None:
+    def _optimizer_stepped(self, *_: Any) -> None:
+        self._stepped(self._forwards - self._forwards_before)
+
+    def _stepped(self, inside: int = 0) -> None:
+        """``inside``: forward passes that the optimizer made itself."""
         look = self._look
         counted = counters(self._watches) if look is not None else {}
         for name, watch in self._watches.items():
             hidden = look is not None and not watch.called
-            watch.close(self._forwards, counted[name] - self._counters[name] if hidden else 0)
+            watch.close(self._forwards, counted[name] - self._counters[name] if hidden else 0, inside)
         self.steps += 1
         self._forwards = 0
         if look is not None:
@@ -262,7 +271,8 @@ class Monitor:
             subject = verdict.subject_of(self._modes, **self._settings)
             self._counters = counters(self._watches)
             costly = self._looks % self.COSTLY_EVERY == 0
-            self._look = Look(self.steps + 1, subject, self._readings, costly=costly)
+            witnesses = {name: watch.witness for name, watch in self._watches.items()}
+            self._look = Look(self.steps + 1, subject, self._readings, witnesses, costly=costly)
             self._looks += 1
 
     def _looked(self, look: Look) -> None:
@@ -335,5 +345,6 @@ class Monitor:
             self._modes.model,
             self._judge(settled=True),
             earlier=self._news.found,
+            elsewhere=verdict.left_to_a_check(self._select, self._ignore),
             notes=[*self._notes, *self._news.failed, seen],
         )

@@ -56,6 +56,7 @@ def record(
         if look is not None:
             fields |= {"samples": look.samples, "elements": look.elements}
             fields["repeated"] = look.repeated if watch is not None else None
+            fields["added"] = look.added
         if values is not None and not values.reason:
             fields["effective"] = values.effective
         if isinstance(site.module, nn.Module):
@@ -70,6 +71,7 @@ def _counts(watch: Watch) -> dict[str, Any]:
         "per_step": watch.typical("updates"),
         "in_backward": watch.typical("in_backward"),
         "forwards": watch.typical("forwards"),
+        "inside": watch.typical("inside"),
         "counted_only": watch.counted_only,
         "with_grad": watch.total_with_grad,
         "without_grad": watch.without_grad,

@@ -76,6 +76,14 @@ def rules(select: Sequence[str] | None, ignore: Sequence[str] | None, *, settled
     return [rule for rule in chosen(select, ignore) if rule.code in codes]
 
 
+def left_to_a_check(select: Sequence[str] | None, ignore: Sequence[str] | None) -> tuple[NotRun, ...]:
+    """The other rules that the user wants."""
+    reason = "a monitor does not decide it: normscope.check(model, inputs) on a batch does"
+    return tuple(
+        NotRun(rule.code, reason) for rule in chosen(select, ignore) if rule.code not in LIVE + SETTLED
+    )
+
+
 def subject_of(modes: Modes, **settings: Any) -> Subject:
     """The model as it is now. It has data, that of the training."""
     session = cast("Session", modes)
@@ -105,7 +113,12 @@ def verdict(
 
 
 def report_of(
-    model: nn.Module, judged: Judged, *, earlier: Sequence[Finding], notes: Sequence[str]
+    model: nn.Module,
+    judged: Judged,
+    *,
+    earlier: Sequence[Finding],
+    elsewhere: Sequence[NotRun],
+    notes: Sequence[str],
 ) -> Report:
     """The report of a training; findings of ``earlier`` whose rule is silent now become a note."""
     found, passed, not_run, sites = judged
@@ -115,7 +128,7 @@ def report_of(
         findings=tuple(sorted(found, key=lambda f: (-severity_rank(f.severity), f.code))),
         sites=tuple(row(site) for site in sites),
         passed=tuple(passed),
-        not_run=tuple(not_run),
+        not_run=(*not_run, *elsewhere),
         notes=(*notes, *([f"was found earlier and no longer holds: {', '.join(gone)}"] if gone else [])),
         target=f"training of {type(model).__name__}",
         versions=versions(),

@@ -71,6 +71,8 @@ class Step:
     updates: int
     in_backward: int
     forwards: int
+    inside: int = 0
+    """forward passes of the model that the optimizer's own step made"""
     counted: int = 0
     """by the module's own counter, where calls cannot be seen"""
 
@@ -91,7 +93,7 @@ class Watch:
         self.name, self.module = name, module
         self._in_train, self._in_eval = "train" in updates, "eval" in updates
         self._cumulative = _momentum(module) is None
-        self._witness = list(witness)
+        self.witness = list(witness)
         self._weights: list[Tensor] | None = None
         self.steps: deque[Step] = deque(maxlen=REMEMBERED)
         self.whole = 0  # steps that updated it
@@ -142,7 +144,7 @@ class Watch:
             reset = self.total_with_grad > 0 and not bool(now[0].any()) and bool((now[1] == 1).all())
             self._recalibrating = reset or (not self._cumulative and _momentum(module) is None)
             if self._weights is None:
-                self._weights = [parameter.detach().clone() for parameter in self._witness]
+                self._weights = [parameter.detach().clone() for parameter in self.witness]
         self._pending = now
 
     def settle(self) -> None:
@@ -166,7 +168,7 @@ class Watch:
 
     # -- between steps -------------------------------------------------------------------------------------
 
-    def close(self, forwards: int, counted: int = 0, *, whole: bool = True) -> None:
+    def close(self, forwards: int, counted: int = 0, inside: int = 0, *, whole: bool = True) -> None:
         """An optimizer step has come (or the end, which is not ``whole``)."""
         self.settle()
         # reentrant checkpointing runs first without gradients, then again in the backward pass
@@ -176,7 +178,7 @@ class Watch:
         updates = asked + self.recomputed
         self.total_with_grad += asked + (self.recomputed if not asked else 0)
         if whole and not self._partial and (updates or counted):
-            self.steps.append(Step(updates or counted, self.recomputed, forwards, counted))
+            self.steps.append(Step(updates or counted, self.recomputed, forwards, inside, counted))
             self.whole += 1
         if unasked:
             self.without_grad += unasked
@@ -211,7 +213,7 @@ class Watch:
         """Its parameters have moved since it first ran without gradients, and it never ran with them."""
         if self.total_with_grad or self._weights is None:
             return False
-        pairs = zip(self._weights, self._witness, strict=True)
+        pairs = zip(self._weights, self.witness, strict=True)
         return any(not torch.equal(before, now.detach().to(before)) for before, now in pairs)
 
 

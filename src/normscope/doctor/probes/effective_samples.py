@@ -18,6 +18,7 @@ import numpy as np
 
 from normscope.doctor.moments import SampleMoments, sample_moments
 from normscope.doctor.probes import Probe
+from normscope.doctor.wording import SAMPLES_UNKNOWN
 
 if TYPE_CHECKING:
     from normscope.doctor.site import Event
@@ -52,6 +53,8 @@ class EffectiveSamplesProbe(Probe):
         self._seen: dict[str, SampleMoments | str] = {}
         if not any(site.mode_train == "batch" for site in subject.known()):
             return "no site normalizes by batch statistics in training"
+        if not subject.batch_size:
+            return SAMPLES_UNKNOWN
         if subject.batch_size < 2:
             return "one sample is no training batch: pass one like those in training"
         if subject.batch_size < FEW:

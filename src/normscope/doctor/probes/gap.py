@@ -19,6 +19,7 @@ from normscope.doctor.moments import SampleMoments, sample_moments
 from normscope.doctor.probes import Probe
 from normscope.doctor.sampling_error import difference
 from normscope.doctor.significance import Difference
+from normscope.doctor.wording import SAMPLES_UNKNOWN
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,6 +71,8 @@ class GapProbe(Probe):
             return "no site keeps running statistics"
         if subject.synthetic:
             return "the inputs are random numbers; needs real data"
+        if not subject.batch_size:
+            return SAMPLES_UNKNOWN
         if subject.batch_size < MIN_SAMPLES:
             return f"cannot tell with {_count(subject.batch_size)}: pass at least 8"
         return None

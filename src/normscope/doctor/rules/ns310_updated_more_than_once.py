@@ -7,12 +7,16 @@ Counts the updates of each norm's running statistics between two optimizer steps
   batch, whose statistics come again to the last digit; the evidence counts these. A warning, with the momentum that
   this amounts to; info where the average is cumulative, which a batch counted twice does not change.
 - **repeated**: several forward passes of the model before a step that have the same batch statistics: info.
-- **accumulation**: several forward passes of the model before a step, each with statistics of its own: info, with
-  the samples each of them has. Gradients add up over these passes, batch statistics do not.
+- **accumulation**: several forward passes of the model before a step, each with statistics of its own, whose gradients
+  add up to the one that is used: info, with the samples each of them has. Batch statistics do not add up.
+- **closure**: the optimizer's own step runs the model several times, as L-BFGS does: info.
+- **several**: other forward passes before a step, such as two views of a batch, the steps of an adversarial attack, the
+  turn of another network, or a pass that is thrown away: info.
 - **counted**: the counter moved more than once where no call could be seen (compiled code): info.
 
 Several calls within one forward pass (siamese branches, unrolled steps) are how such a model works: silent. So are
-norms that no sample shares with another, where accumulation changes nothing.
+norms that no sample shares with another, where accumulation changes nothing, and gradients that add up over passes of
+different distributions, as of real and generated samples, which NS205 tells.
 
 ## Why it matters
 A norm that is updated twice with momentum 0.1 averages as with 0.19: over half as many batches, so the statistics
@@ -20,8 +24,8 @@ used in eval are noisier than the momentum says. With accumulation the norm sees
 accumulated.
 
 ## Known problems
-Two updates of which the first comes from a forward pass that was thrown away look like accumulation. Compiled code
-hides its calls. A step that a gradient scaler skips counts with the next one; medians over the steps are judged.
+What adds up is seen in the steps that are looked at closely. Compiled code hides its calls. A step that a gradient
+scaler skips counts with the next one; medians over the steps are judged.
 
 ## Example
 ```python
@@ -62,8 +66,9 @@ from typing import TYPE_CHECKING, Any
 
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
+from normscope.doctor.significance import matters
 from normscope.doctor.training_record import NEEDS_TRAINING, training_of
-from normscope.doctor.wording import fold, number
+from normscope.doctor.wording import fold, number, plural
 
 if TYPE_CHECKING:
     from normscope.doctor.site import Site
@@ -89,14 +94,14 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
     for site in subject.known():
         seen = record.sites.get(site.name)
         if seen is not None and seen.steps >= FEWEST and seen.per_step > 1:
-            diagnosis = _diagnosis(site, seen)
+            diagnosis = _diagnosis(subject, site, seen)
             if diagnosis:
                 diagnoses.setdefault(diagnosis, []).append(_finding(site, seen, diagnosis))
     for findings in diagnoses.values():
         yield from fold(findings)
 
 
-def _diagnosis(site: Site, seen: SiteTraining) -> str:
+def _diagnosis(subject: Subject, site: Site, seen: SiteTraining) -> str:
     assert site.spec is not None
     if seen.counted_only:
         return "counted"
@@ -104,7 +109,15 @@ def _diagnosis(site: Site, seen: SiteTraining) -> str:
         return "recomputed"
     if seen.forwards <= 1 or "b" in site.spec.stats.partition("->")[2].split():
         return ""
-    return "repeated" if seen.repeated else "accumulation"
+    if seen.inside > 1:
+        return "closure"
+    if seen.repeated:
+        return "repeated"
+    if seen.added < 2 or seen.per_step % seen.added:
+        return "several"
+    gap = subject.measured.get("gap", {}).get(site.name)
+    apart = gap is not None and gap.between is not None and matters(gap.between)[1]
+    return "" if apart else "accumulation"
 
 
 def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
@@ -117,6 +130,8 @@ def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
         "updates_per_step": seen.per_step,
         "in_backward_per_step": seen.in_backward,
         "forward_passes_per_step": seen.forwards,
+        "of_the_optimizer": seen.inside,
+        "backward_passes_that_add_up": seen.added,
         "repeated_batch_statistics": seen.repeated,
         "steps": seen.steps,
         "momentum": momentum,
@@ -143,6 +158,16 @@ def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
             "accumulating gradients does not enlarge the batch of this norm"
         )
         fix = "use larger batches, synchronized statistics, or a norm that does not use the batch (group, layer)"
+    elif diagnosis == "closure":
+        said = f"the optimizer's own step runs the model {number(seen.inside)} times, and each run moves them"
+        fix = "none where this optimizer is meant"
+    elif diagnosis == "several":
+        added = f", whose gradient comes from {plural(seen.added, 'backward pass')}" if seen.added else ""
+        said = (
+            f"{number(seen.forwards)} forward passes come before each step{added}; views of one batch, an attack, the "
+            "turn of another network or a pass thrown away move them too"
+        )
+        fix = "run passes that should not count in eval with the norms in eval mode, or give them norms of their own"
     else:
         said = (
             "their counter says so, but the calls cannot be seen (compiled code), nor why there are so many"
