@@ -77,10 +77,8 @@ def test_masked_is_what_the_mask_leaves(
     lengths: list[list[int]], method: str, padding: float, form: str
 ) -> None:
     """The same statistics as of all valid positions of a batch side by side, whatever stands in the padding."""
-    if (
-        method == "ema" or sum(map(sum, lengths)) < 2
-    ):  # a variance of each batch, or of all, needs two elements
-        lengths = [[max(batch[0], 2), *batch[1:]] for batch in lengths]
+    # torch normalizes no batch of one element
+    lengths = [[max(batch[0], 2), *batch[1:]] for batch in lengths]
     batches, masks, packed = [], [], []
     for number, sizes in enumerate(lengths):
         x = 5 + seeded(len(sizes), 3, 6, seed=number)
@@ -100,6 +98,23 @@ def test_masked_is_what_the_mask_leaves(
     for (name, value), other in zip(masked.named_buffers(), wanted.buffers(), strict=True):
         # some hundred numbers near 5 in float64, in another order
         torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_batches_with_one_valid_element_or_none() -> None:
+    """They count for what they have; normalized by itself, the one element becomes the bias."""
+    x = 5 + seeded(4, 3, 6)
+    mask = torch.zeros(4, 6, dtype=torch.bool)
+    mask[0], mask[1, 2], mask[3, :3] = True, True, True
+    x[~mask[:, None].expand_as(x)] = NAN
+    model = Tokens()
+    new, report = recalibrate(model, list(x.split(1)), mask=list(mask.split(1)))
+    some = model.one(x).transpose(1, 2)[mask]
+    torch.testing.assert_close(
+        new.first.running_mean, some.mean(0), rtol=1e-13, atol=1e-13
+    )  # ten numbers near 5
+    torch.testing.assert_close(new.first.running_var, some.var(0), rtol=1e-12, atol=0)
+    assert (new.first.num_batches_tracked, report.provenance["valid"]) == (3, "10 of 24")
+    assert bool(new.second.running_var.isfinite().all())
 
 
 def test_the_model_is_left_as_it_was_under_nan() -> None:
