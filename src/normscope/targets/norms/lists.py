@@ -163,16 +163,18 @@ def _text(name: str | bytes) -> str:
 
 
 def joined(scopes: list[str]) -> str:
-    """The path of nested scopes, each of which may repeat the path so far.
+    """The path of nested scopes, each of which may repeat an end of the path so far.
 
-    >>> joined(["layer1", "layer1.0", "bn1"]), joined(["model", "layers.0", "norm"])
-    ('layer1.0.bn1', 'model.layers.0.norm')
+    >>> joined(["layer1", "layer1.0", "layer1.0.2", "bn1"]), joined(["model", "layers.0", "norm"])
+    ('layer1.0.2.bn1', 'model.layers.0.norm')
     """
     path = ""
     for scope in scopes:
-        last = path.rpartition(".")[2]
-        if path and scope.startswith(f"{last}."):
-            path = path.removesuffix(last) + scope
+        parts = path.split(".") if path else []
+        ends = (".".join(parts[start:]) for start in range(len(parts)))
+        repeated = next((end for end in ends if scope.startswith(f"{end}.")), None)
+        if repeated is not None:
+            path = path.removesuffix(repeated) + scope
         else:
             path = f"{path}.{scope}" if path else scope
     return path
