@@ -134,6 +134,8 @@ def _addition(graph: Graph, node: NodeProto) -> NodeProto | None:
     readers = graph.readers(node.output[0])
     if graph.consumers(node.output[0]) != 1 or not readers or readers[0].op_type != "Add":
         return None
+    if readers[0].domain not in ("", "ai.onnx"):
+        return None
     other = [name for name in readers[0].input if name != node.output[0]]
     size = graph.constant_shape(other[0]) if len(other) == 1 else None
     width = graph.constant_shape(node.input[1])
