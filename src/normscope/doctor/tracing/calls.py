@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from normscope.doctor.graph_norm import GraphNorm
 from normscope.doctor.tracing.ops import op_name
 from normscope.doctor.tracing.paths import Frame, ModuleNames, ModuleStack
 from normscope.doctor.tracing.readings import ModuleReading
@@ -144,7 +145,8 @@ class NormCalls:
             return
         found, tensors = self._before
         bound = self._names.readings.read(frame.module, given.dim())
-        masked = _masked(args, kwargs)
+        # a node of a graph is called with its output beside its input
+        masked = not isinstance(frame.module, GraphNorm) and _masked(args, kwargs)
         call = NormCall(
             name=frame.path,
             path=frame.path,

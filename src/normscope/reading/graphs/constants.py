@@ -250,5 +250,7 @@ COMPUTED: dict[str, Callable[[Given, dict[str, Any]], Any]] = {
     "Mul": lambda given, _: given[0] * given[1],
     "Div": lambda given, _: given[0] / given[1] if given[0].dtype.kind == "f" else given[0] // given[1],
     "Sqrt": lambda given, _: np.sqrt(given[0]),
+    "Reciprocal": lambda given, _: np.reciprocal(given[0]) if given[0].dtype.kind == "f" else None,
+    "Pow": lambda given, _: np.power(given[0], given[1]) if given[0].dtype.kind == "f" else None,
     "Neg": lambda given, _: -given[0],
 }

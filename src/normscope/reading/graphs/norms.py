@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from normscope.reading import UnknownNormalization, read
 from normscope.reading.graphs.decomposed import ROOTS, written_norm
 from normscope.reading.graphs.graph import Graph
+from normscope.reading.graphs.merged import merged_norm
 from normscope.spec import NormSpec, SpecError, families
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 RMS = "SimplifiedLayerNormalization"
 """ONNX Runtime's name for RMSNormalization, which it writes into graphs that it optimized"""
+MERGED = "onnx nodes (batch norm)"
 PER_CHANNEL = 21
 """operator set from which GroupNormalization has a scale and bias for every channel, not for every group"""
 
@@ -88,9 +90,13 @@ def _found(graph: Graph) -> Iterator[NodeNorm]:
 
 def _written(graph: Graph, node: NodeProto) -> NodeNorm | None:
     try:
+        merged = merged_norm(graph, node)
         found = written_norm(graph, node)
-    except (SpecError, IndexError):  # eps below 0; a node without the inputs that it needs
+    except (SpecError, IndexError, ValueError):  # eps below 0; a node without the inputs that it needs
         return None
+    if merged is not None:
+        x, y = merged.input, merged.output
+        return NodeNorm(_name(node), MERGED, merged.spec, "", "running", graph, x, y, merged.parameters)
     if found is None:
         return None
     given = {name: value for name, value in (("weight", found.weight), ("bias", found.bias)) if value}

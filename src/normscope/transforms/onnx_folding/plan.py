@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normscope.reading.graphs.norms import node_norms
+from normscope.reading.graphs.norms import MERGED, node_norms
 from normscope.transforms.folding.linear_map import LinearMap
 from normscope.transforms.folding.obstacles import Obstacle, both
 from normscope.transforms.onnx_folding.layers import Layer
@@ -81,7 +81,8 @@ def plan(graph: Graph, *, clone_shared: bool, refused: Mapping[str, str]) -> lis
     """
     around = Surroundings(graph, clone_shared=clone_shared)
     norms = node_norms(graph)
-    by_output = {norm.output: norm for norm in norms if norm.reachable}
+    # a batch norm of many nodes is a scale written as Mul and Add
+    by_output = {norm.output: norm for norm in norms if norm.reachable and norm.type_name != MERGED}
     found: list[Step | Stays] = []
     gone: set[str] = set()
     for node in graph.nodes:
