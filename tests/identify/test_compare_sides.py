@@ -288,8 +288,8 @@ def test_a_function_called_with_tensors_is_said_to_be() -> None:
     plain = families.layer_norm(weight=False, bias=False)
     tensor = torch.zeros(4, 8, dtype=torch.float64)
     said = (
-        "it was called with tensors, as the example is one: a function written for NumPy may do otherwise with them "
-        "(Tensor.var and Tensor.std are unbiased, those of NumPy are not). An array as the example calls it with arrays"
+        "it was called with tensors, as the example is one, and does otherwise with arrays (Tensor.var and Tensor.std "
+        "are unbiased, those of NumPy are not). An array as the example calls it with arrays"
     )
     with_tensors, with_arrays = (
         ns.compare(standard, plain, tensor),
@@ -298,5 +298,14 @@ def test_a_function_called_with_tensors_is_said_to_be() -> None:
     assert (with_tensors.same, with_arrays.same) == (False, True)
     assert f"function standard, on torch float64: {said}" in with_tensors.notes
     assert ns.identify(standard, tensor).notes[-1] == said
-    for other in (ns.identify(standard, (4, 8)), with_arrays, ns.identify(nn.LayerNorm(8), tensor)):
+    silent = (
+        ns.identify(standard, (4, 8)),
+        with_arrays,
+        ns.identify(nn.LayerNorm(8), tensor),
+        ns.identify(lambda x: nn.functional.layer_norm(x, (8,)), tensor),  # takes no arrays
+        ns.identify(
+            lambda x: x / ((x * x).mean(-1)[..., None] + 1e-5) ** 0.5, tensor
+        ),  # is the same with arrays
+    )
+    for other in silent:
         assert not [note for note in other.notes if "tensors" in note]

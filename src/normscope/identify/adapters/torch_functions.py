@@ -13,8 +13,8 @@ import numpy as np
 from normscope.identify.box import Array, Box, Boxed, is_shape, name_of, roundoff_of
 
 TENSORS = (
-    "it was called with tensors, as the example is one: a function written for NumPy may do otherwise with them "
-    "(Tensor.var and Tensor.std are unbiased, those of NumPy are not). An array as the example calls it with arrays"
+    "it was called with tensors, as the example is one, and does otherwise with arrays (Tensor.var and Tensor.std are "
+    "unbiased, those of NumPy are not). An array as the example calls it with arrays"
 )
 
 
@@ -28,7 +28,7 @@ def adapt(fn: Any, example: Any) -> Box | None:
     if torch is None or not callable(fn):
         return None
     module = isinstance(fn, torch.nn.Module)
-    note = TENSORS if isinstance(example, torch.Tensor) and inspect.isfunction(fn) else ""
+    given = isinstance(example, torch.Tensor) and inspect.isfunction(fn)
     if is_shape(example):
         shape = tuple(int(n) for n in example)
         if not module and _takes_arrays(fn, shape):
@@ -52,7 +52,24 @@ def adapt(fn: Any, example: Any) -> Box | None:
         return (y if y.is_complex() else y.double()).numpy()
 
     name = f"{name_of(fn)}, on torch {str(dtype).removeprefix('torch.')}"
-    return Boxed(name, roundoff, call, note)
+    return Boxed(name, roundoff, call, TENSORS if given and _minds_arrays(fn, example) else "")
+
+
+def _minds_arrays(fn: Callable[..., Any], example: Any) -> bool:
+    """Whether the function takes arrays too, and gives another result for them than for tensors, which is no chance."""
+    x = np.linspace(-1.0, 1.0, example.numel()).reshape(example.shape)
+    if not _takes_arrays(fn, x.shape):
+        return False
+
+    def with_tensors() -> Array:
+        return np.asarray(fn(example.new_tensor(x, dtype=float)).detach().cpu(), dtype=float)
+
+    try:
+        with np.errstate(all="ignore"):
+            one, array, again = with_tensors(), fn(x), with_tensors()
+            return np.array_equal(one, again, equal_nan=True) and not np.allclose(one, array, equal_nan=True)
+    except (Exception, SystemExit):
+        return False
 
 
 def _takes_arrays(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
