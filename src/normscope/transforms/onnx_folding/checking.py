@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from normscope.doctor.wording import listed
 from normscope.errors import NormscopeError, told
 from normscope.transforms.agreement import ALLOWED, VACUOUS, Deviation, distance
 from normscope.transforms.folding.checking import HALF_UNITS
@@ -88,6 +89,7 @@ def _compared(
     farthest, site = 0.0, ""
     agreements: tuple[Agreement, ...] = ()
     notes: list[str] = []
+    vague: list[str] = []
     for names in before.portions(given, list(witnesses)):
         old, noisy = before.values(given, names), shaken.values(given, names)
         new = _folded_values(after, given, names)
@@ -99,11 +101,18 @@ def _compared(
                 return (step, f"undone, the function would change: {what}"), (), ()
             if off > farthest:
                 farthest, site = off, step.site
+            if _vague(off, allowed, usual):
+                vague.append(step.site)
         if not agreements:
             agreements, notes = _outputs(before, old, new, noisy, usual, word)
     if site:
         notes.append(
             f"at the sites themselves values moved by at most {farthest:.1e} of the largest ({site})"
+        )
+    if vague:
+        notes.append(
+            f"cannot tell at {listed(vague)}: rounding the numbers that are folded moves values there as much; compare "
+            "in float64, or on data of another scale"
         )
     return None, agreements, tuple(notes)
 
@@ -155,7 +164,7 @@ def _outputs(
         notes.append(
             "cannot tell from the outputs, they are zero or not finite: give inputs that come to something"
         )
-    elif allowed > max(VACUOUS, usual) and agreement.difference > usual:
+    elif _vague(agreement.difference, allowed, usual):
         notes.append(
             f"cannot tell from the outputs: rounding the same numbers moves them so far that {allowed:.1e} is allowed"
         )
@@ -165,6 +174,11 @@ def _outputs(
 def _allowed(noisy: list[Tensor], old: list[Tensor], usual: float) -> float:
     noise = distance(noisy, old)
     return max(usual, ROUNDINGS * noise) if noise < float("inf") else usual
+
+
+def _vague(off: float, allowed: float, usual: float) -> bool:
+    """So much is allowed, and used, that a fold which is wrong might pass."""
+    return allowed > max(VACUOUS, usual) and off > usual
 
 
 def _folded_values(after: OnnxModel, given: Arrays, names: list[str]) -> dict[str, Tensor]:
