@@ -19,6 +19,43 @@ from normscope.cli.app import app
 from normscope.errors import BadTarget
 from normscope.targets import callables
 
+OPTIONAL = """
+import torch
+from torch import nn
+
+def named(x=None):
+    raise AssertionError("it is not called to find out")
+
+def fails(v=None):
+    return v - v.mean()
+
+def array(n=3):
+    return torch.zeros(n) * n
+
+def filled(v=torch.zeros(2, 8)):
+    raise AssertionError("it is not called to find out")
+
+def rest(*args):
+    return args[0] - args[0].mean()
+
+def makes():
+    return nn.LayerNorm(8)
+
+def makes_by_number(size=8, *, eps=1e-5):
+    return nn.LayerNorm(size, eps)
+
+def makes_unset(size=None):
+    return nn.LayerNorm(size or 8)
+
+def pair(size=8):
+    return nn.LayerNorm(size), torch.zeros(2, size)
+
+def broken():
+    return 1 / 0
+
+def broken_by_number(n=0):
+    return 1 / n
+"""
 TARGETS = """
 import numpy as np
 import torch
@@ -68,6 +105,31 @@ def test_identify_a_function_of_arrays(folder: Path) -> None:
     done = run("identify", "layers:textbook", "--input", "4x8", "--layout", "b c")
     assert done.exit_code == 0, done.output
     assert "... d -> ...; centered; std, unbiased; eps 1e-06 outside the root" in done.stdout
+
+
+def test_what_needs_no_arguments_makes_something_or_is_the_function_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "optional.py").write_text(OPTIONAL)
+    monkeypatch.chdir(tmp_path)
+    for name in ("named", "fails", "array", "filled", "rest"):
+        value, example = callables.load(f"optional:{name}")
+        assert (value.__name__, example) == (name, None)
+    for name in ("makes", "makes_by_number", "makes_unset"):
+        assert isinstance(callables.load(f"optional:{name}")[0], torch.nn.LayerNorm)
+    module, example = callables.load("optional:pair")
+    assert (type(module), example.shape) == (torch.nn.LayerNorm, (2, 8))
+    for name, said in (
+        ("broken", "calling optional:broken raised ZeroDivisionError: division by zero"),
+        (
+            "broken_by_number",
+            "calling optional:broken_by_number without arguments raised ZeroDivisionError: division by zero. Where it "
+            "is itself the function to look at, take the default off 'n'",
+        ),
+    ):
+        with pytest.raises(BadTarget) as error:
+            callables.load(f"optional:{name}")
+        assert str(error.value) == said
 
 
 def test_identify_what_is_none(folder: Path) -> None:

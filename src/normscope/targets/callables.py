@@ -4,8 +4,9 @@
 target                                      is
 ==========================================  =======================================================================
 ``package.module:attribute``                a module, a layer, a specification, or a function of one array; a function
-                                            without arguments is called, and may return one of these, or a pair of it
-                                            and an input
+                                            that needs no arguments is called, and may return one of these, or a pair
+                                            of it and an input. ``f(x=None)`` is a function of an array, and so is what
+                                            returns none of these
 ``torch.nn:LayerNorm(768, eps=1e-6)``       a layer made here; every argument is a literal
 ``normscope:families.rms_norm(eps=1e-6)``   a named specification, likewise
 ==========================================  =======================================================================
@@ -16,6 +17,7 @@ Only layer classes and the named specifications are made so, from plain literals
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,8 @@ from normscope.targets.failures import blamed
 
 LAYERS = (("torch.nn", "Module"), ("keras.layers", "Layer"))
 """base classes of what may be made: module, name"""
+INPUTS = ("x", "X", "input", "inputs", "array", "tensor", "hidden_states")
+"""names that an array to normalize goes by"""
 
 
 def load(target: str) -> tuple[Any, Any]:
@@ -46,21 +50,58 @@ def load(target: str) -> tuple[Any, Any]:
         raise BadTarget(
             f"{target} is a class; write its arguments behind it, {target}(...), or point at an object of it"
         )
-    if _factory(value):
-        with blamed(f"calling {target}"):
-            value = value()
+    if _needs_nothing(value):
+        value = _called(target, value)
     if isinstance(value, tuple) and len(value) == 2:
         return value
-    if not callable(value) and not isinstance(value, NormSpec) and not hasattr(value, "run"):
+    if not _serves(value):
         raise BadTarget(
             f"{target} is a {type(value).__name__}; expected a layer, a function of one array, or a NormSpec"
         )
     return value, None
 
 
-def _factory(value: Any) -> bool:
+def _serves(value: Any) -> bool:
+    """It can be identified, or compared."""
+    return callable(value) or isinstance(value, NormSpec) or hasattr(value, "run")
+
+
+def _needs_nothing(value: Any) -> bool:
     """A plain function that can be called without arguments. A layer is called with its input."""
     return callable(value) and hasattr(value, "__code__") and not imported.required(value)
+
+
+def _called(target: str, function: Callable[..., Any]) -> Any:
+    """What a function that needs no arguments makes; the function itself where it makes nothing that serves.
+
+    Without a parameter that could be an array it only makes something. With one, its name and default tell, else what
+    comes of calling it: a function of an array has None for it, or gives an array. An error under another default is
+    one of making.
+    """
+    first = _first(function)
+    if first is None:
+        with blamed(f"calling {target}"):
+            return function()
+    if (first.default is None and first.name in INPUTS) or hasattr(first.default, "shape"):
+        return function
+    try:
+        with blamed(f"calling {target} without arguments"):
+            made = function()
+    except BadTarget as failure:
+        if first.default is None or first.kind is first.VAR_POSITIONAL:
+            return function
+        raise BadTarget(
+            f"{failure}. Where it is itself the function to look at, take the default off {first.name!r}"
+        ) from failure.__cause__
+    pair = isinstance(made, tuple) and len(made) == 2 and _serves(made[0])
+    return made if pair or _serves(made) else function
+
+
+def _first(function: Callable[..., Any]) -> inspect.Parameter | None:
+    """The first parameter that is passed by its place."""
+    parameters = inspect.signature(function).parameters.values()
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    return next((one for one in parameters if one.kind not in named), None)
 
 
 def is_call(target: str) -> bool:
