@@ -117,6 +117,15 @@ def test_batches_with_one_valid_element_or_none() -> None:
     assert bool(new.second.running_var.isfinite().all())
 
 
+def test_hooks_of_the_user_come_after() -> None:
+    model = Tokens()
+    x, mask = seeded(2, 3, 6), torch.ones(2, 6, dtype=torch.bool)
+    model.first.register_forward_hook(lambda module, args, output: 7 + output)
+    wanted, _ = recalibrate(model, x)
+    new, _ = recalibrate(model, x, mask=mask)
+    torch.testing.assert_close(new.second.running_mean, wanted.second.running_mean, rtol=1e-12, atol=1e-12)
+
+
 def test_the_model_is_left_as_it_was_under_nan() -> None:
     model = Tokens()
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -342,6 +351,7 @@ ALL = torch.ones(4, 6, dtype=torch.bool)
          "..."),
         ([X, X], [ALL], "mask holds 1 masks, and there are more batches"),
         ([X], [ALL, ALL], "mask holds 2 masks, and there are 1 batches"),
+        (X, ~ALL, "mask is False everywhere: no element would count; is it inverted?"),
         (X, "valid", "mask='valid' is the key of a batch that is a dict, and batch 0 holds Tensor"),
         ({"input": X}, "valid", "mask='valid' is the key of a batch that is a dict, and batch 0 holds input"),
         (X, lambda batch: batch.valid,

@@ -61,7 +61,9 @@ class Collector:
         for site, module in self._modules:
             self._handles.append(module.register_forward_pre_hook(self._before(site), with_kwargs=True))
             if self._by_batch:
-                self._handles.append(module.register_forward_hook(self._after(site), with_kwargs=True))
+                # ahead of the user's hooks, which may look at the output or replace it
+                after = module.register_forward_hook(self._after(site), prepend=True, with_kwargs=True)
+                self._handles.append(after)
 
     def __exit__(self, *exc_info: object) -> None:
         for handle in self._handles:

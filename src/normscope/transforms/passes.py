@@ -177,6 +177,11 @@ def _pass(
     ranks.agree(failure)
     if not sum(ranks.gathered(loader.samples)):
         raise BadInput("data held no batch; statistics of nothing would be NaN")
+    valid, masked = (
+        sum(counts) for counts in zip(*ranks.gathered((loader.valid, loader.masked)), strict=True)
+    )
+    if masked and not valid:
+        raise BadInput("mask is False everywhere: no element would count; is it inverted?")
     for refused in ranks.gathered(dict(found.refused)):
         found.refused = refused | found.refused
 

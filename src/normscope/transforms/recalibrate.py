@@ -256,7 +256,8 @@ def _apply(
     modules = dict(inner.named_modules())
     for site in called:
         estimates[site.path].write(modules[site.path])
-    vars(inner)[ATTRIBUTE] = json.loads(json.dumps(provenance))
+    if called:
+        vars(inner)[ATTRIBUTE] = json.loads(json.dumps(provenance))
 
 
 def _change(
