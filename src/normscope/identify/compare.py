@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import PurePath
@@ -11,18 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from normscope.errors import BadInput, NormscopeError, told
+from normscope.errors import BadInput, NormscopeError
 from normscope.identify.compare_gap import Gap, gap
-from normscope.identify.compare_half import HalfGap, as_defined, differ, difference, on_the_grid, rounded
+from normscope.identify.compare_half import (
+    HalfGap,
+    as_defined,
+    differ,
+    difference,
+    half_modes,
+    on_the_grid,
+    rounded,
+)
 from normscope.identify.compare_inputs import CENTERED, inputs_for
 from normscope.identify.compare_layout import Layout, as_first_reads, read_layout
 from normscope.identify.compare_pair import two_sides
 from normscope.identify.compare_precision import in_one_precision, precision
 from normscope.identify.compare_result import HALVES, WORDS, Comparison, Counterexample, Difference
 from normscope.identify.compare_search import shrunk
-from normscope.identify.compare_sides import Side, SpecSide
+from normscope.identify.compare_sides import Both, Side
 from normscope.identify.compare_values import carried, free_values
-from normscope.identify.compare_verdict import Both, by_field, decided
+from normscope.identify.compare_verdict import by_field, decided
 from normscope.identify.repeats import global_generators_kept
 from normscope.spec import NormSpec
 
@@ -110,7 +118,10 @@ class _Comparing:
     def result(self) -> Comparison:
         seen = [*self._seen(modes := self._modes())]
         if not any(found.mode in ("train", "eval") for found in seen):
-            halves = self._half_modes(modes)
+            x = np.random.default_rng(0).standard_normal(self.shape)
+            values = next(iter(self._trials()))(self.shape, "bfloat16")
+            halves, said = half_modes(self._both, (x, self.order.forth(x)), values, "train" in modes)
+            self.notes += said
             seen += self._seen(halves)
             modes += halves
         answers: dict[str, bool | None] = {}
@@ -159,32 +170,6 @@ class _Comparing:
         return (
             side.spec is not None and side.spec.running is not None and not side.spec.whiten and side.settable
         )
-
-    def _half_modes(self, modes: Sequence[str]) -> list[str]:
-        """The modes of half precision in which both run."""
-        specs = [spec for spec in (self.spec_a, self.spec_b) if spec is not None]
-        by_cast = len({_casts(spec) for spec in specs}) == 2
-        if not by_cast and isinstance(self.a, SpecSide) and isinstance(self.b, SpecSide):
-            return []
-        stateless = len(specs) == 2 and all(spec.running is None for spec in specs)
-        x, found = np.random.default_rng(0).standard_normal(self.shape), []
-        values = next(iter(self._trials()))(self.shape, "bfloat16")
-        for mode, half in HALVES.items():
-            if half.training and (stateless or "train" not in modes):
-                continue
-            ran = []
-            for side, given, held in zip((self.a, self.b), (x, self.order.forth(x)), values, strict=True):
-                try:
-                    ran.append(side.half(given, mode, held) is not None)
-                except (NormscopeError, ValueError, RuntimeError, ArithmeticError) as error:
-                    said = told(error.__cause__ or error)
-                    self.notes.append(f"not compared in {half.dtype}, where {side.name} raises {said}")
-                    ran.append(False)
-            if all(ran):
-                found.append(mode)
-        if by_cast and "bfloat16" not in found:
-            self.notes.append("their casts differ, and one of them was not run in bfloat16, where that shows")
-        return found
 
     def _trials(self) -> Iterator[Trial]:
         """With the values that they hold; then, where both take others, with others, put into each first."""
@@ -321,11 +306,6 @@ def _free(spec: NormSpec, shape: tuple[int, ...], mode: str) -> Values:
 
 def _halves(seen: Iterable[_Seen]) -> list[HalfGap]:
     return [each.gap.half for each in seen if each.gap.half is not None]
-
-
-def _casts(spec: NormSpec) -> tuple[str, str]:
-    """What the casts do to a bfloat16 input: without a weight their order is none."""
-    return spec.cast.compute or "float32", spec.cast.weight if spec.weight is not None else "before"
 
 
 def _number(size: float) -> float:

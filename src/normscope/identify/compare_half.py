@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from normscope.errors import NormscopeError, told
 from normscope.identify.compare_result import HALVES, Difference
-from normscope.identify.compare_sides import ModuleSide, Side, SpecSide
+from normscope.identify.compare_sides import Both, ModuleSide, Side, SpecSide
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from normscope.spec import NormSpec
 
     Array = NDArray[np.float64]
     Values = Mapping[str, Array]
@@ -50,6 +53,42 @@ class HalfGap:
     """elements of each side that are its own exact value, rounded once"""
     errors: tuple[Array, Array]
     """of each side against its exact values rounded once, in units of the last place (of a usual output at least)"""
+
+
+def half_modes(
+    both: Both, given: tuple[Array, Array], values: tuple[Values | None, Values | None], training: bool
+) -> tuple[list[str], list[str]]:
+    """The modes of half precision in which both sides run, and notes. ``training``: there is a mode of training.
+
+    Two specifications alone are run only where their casts differ: everything else is decided by algebra.
+    """
+    specs = [spec for spec in (both.spec_a, both.spec_b) if spec is not None]
+    by_cast = len({_casts(spec) for spec in specs}) == 2
+    if not by_cast and isinstance(both.a, SpecSide) and isinstance(both.b, SpecSide):
+        return [], []
+    stateless = len(specs) == 2 and all(spec.running is None for spec in specs)
+    found, notes = [], []
+    for mode, half in HALVES.items():
+        if half.training and (stateless or not training):
+            continue
+        ran = []
+        for side, x, held in zip((both.a, both.b), given, values, strict=True):
+            try:
+                ran.append(side.half(x, mode, held) is not None)
+            except (NormscopeError, ValueError, RuntimeError, ArithmeticError) as error:
+                said = told(error.__cause__ or error)
+                notes.append(f"not compared in {half.dtype}, where {side.name} raises {said}")
+                ran.append(False)
+        if all(ran):
+            found.append(mode)
+    if by_cast and "bfloat16" not in found:
+        notes.append("their casts differ, and one of them was not run in bfloat16, where that shows")
+    return found, notes
+
+
+def _casts(spec: NormSpec) -> tuple[str, str]:
+    """What the casts do to a bfloat16 input: without a weight their order is none."""
+    return spec.cast.compute or "float32", spec.cast.weight if spec.weight is not None else "before"
 
 
 def half_inputs(mode: str, shape: Sequence[int]) -> Iterator[tuple[str, Array]]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from normscope.errors import BadInput, NormscopeError
+from normscope.identify.compare_handed import fits, shape_of, side_of
 from normscope.identify.compare_layout import Layout, as_first_reads
 from normscope.identify.compare_result import Comparison, Difference
 from normscope.identify.compare_shapes import common_rank, shapes
-from normscope.identify.compare_sides import Side, fits, shape_of, side_of
+from normscope.identify.compare_sides import Side
 from normscope.identify.compare_values import free_values
 from normscope.spec import NormSpec, PatternError
 

@@ -6,17 +6,15 @@ as it is, in its own precision. Nothing that was handed in is run itself where i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from normscope import reference
-from normscope.errors import BadInput, ModelError, NormscopeError, told
+from normscope.errors import ModelError, told
 from normscope.identify.compare_result import HALVES
 from normscope.spec import NormSpec, RunningState
 
@@ -175,171 +173,35 @@ class ModuleSide(Side):
 
         if mode not in self._made:
             half = box_of_module(self.original, self.boxes["eval"].call, getattr(torch, HALVES[mode].dtype))
-            both = half, box_of_module(half.module, half.call)
-            self._made[mode] = tuple(box.in_mode(HALVES[mode].training) for box in both)
+            wide = box_of_module(half.module, half.call)
+            training = HALVES[mode].training
+            self._made[mode] = half.in_mode(training), wide.in_mode(training)
         return self._made[mode]
 
     @cached_property
-    def _made(self) -> dict[str, Any]:
+    def _made(self) -> dict[str, tuple[ModuleBox, ModuleBox]]:
         return {}
 
     def _settings(self, values: Values | None) -> dict[str, Array]:
         return {self.paths[name]: value for name, value in (values or {}).items() if name in self.paths}
 
 
-def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
-    """What was handed in as a side of a comparison, on inputs like ``example``.
+@dataclass(frozen=True)
+class Both:
+    """Two sides on inputs of one shape; their specifications as the first reads its input."""
 
-    Raises BadInput where it is no specification and cannot be called.
-    """
-    if isinstance(obj, NormSpec):
-        return SpecSide(f"spec ({obj.stats})", obj, settable=True)
-    if _is_module(obj):
-        return _module_side(obj, example, layout)
-    from normscope.identify import box_of, identify
+    a: Side
+    b: Side
+    spec_a: NormSpec | None
+    spec_b: NormSpec | None
+    shape: tuple[int, ...]
 
-    if not callable(obj) and not hasattr(obj, "run"):
-        raise BadInput(
-            f"compare takes specifications, modules and callables; {which} is a {type(obj).__name__}. Pass the layer "
-            "itself, or what it computes as a NormSpec."
-        )
-    box = box_of(obj, example)
-    found = identify(obj, example, layout=layout)
-    held = {name: value for name in ("weight", "bias") if (value := getattr(found, name)) is not None}
-    return BoxSide(
-        box.name,
-        found.spec,
-        _why(found),
-        held if found.spec is not None else None,
-        fixed=found.fixed is not None,
-        roundoff=max(box.roundoff, found.roundoff or 0.0),
-        note=getattr(box, "note", ""),
-        box=box,
-        in_half=_in_half(obj, example, box),
-    )
-
-
-def _in_half(fn: Any, example: Any, box: Box) -> Callable[[Array, str], Array] | None:
-    """The function on tensors of a half type, where its box calls it with tensors; what wraps arrays does not."""
-    from normscope.identify.adapters import torch_functions
-    from normscope.identify.box import Boxed
-
-    if not isinstance(box, Boxed) or box.function.__module__ != torch_functions.__name__:
-        return None
-    import torch
-
-    device = getattr(example, "device", None)
-
-    def call(x: Array, dtype: str) -> Array:
-        with torch.no_grad():
-            y = fn(torch.tensor(x, dtype=getattr(torch, dtype), device=device))
-        out: Array = y.detach().cpu().double().numpy()
-        return out
-
-    return call
-
-
-def _module_side(module: Any, example: Any, layout: str | None) -> Side:
-    from normscope.identify.module_box import box_of_module, call_of, tensors_of
-    from normscope.identify.tensor_paths import tensor_paths, value_shapes
-    from normscope.reading import UnknownNormalization, read
-
-    box = box_of_module(module, call_of(example))
-    copy, shape = box.module, tuple(box.call.example.shape)
-    tensors = tensors_of(copy)
-    spec, reason, half_words = None, "", ""
-    try:
-        reading = read(copy, input_ndim=len(shape))
-    except (UnknownNormalization, ValueError):
-        spec, reason, half_words = _identified(module, example, layout)
-        paths = {} if spec is None else tensor_paths(box.in_mode(training=False), spec)
-    else:
-        spec = reading.spec
-        named = {
-            name: path for path, t in tensors.items() for name, held in reading.tensors.items() if held is t
-        }
-        paths = {name: named[name] for name in ("weight", "bias", *STORED) if name in named}
-    values = {name: tensors[path].detach().double().numpy().copy() for name, path in paths.items()}
-    if spec is not None:
-        wanted = value_shapes(spec.bind(shape))
-        values = {
-            n: v.reshape(wanted[n]) for n, v in values.items() if n in wanted and v.size == prod(wanted[n])
-        }
-    return ModuleSide(
-        type(module).__name__,
-        spec,
-        reason,
-        values,
-        settable=_all_named(spec, paths),
-        boxes={"train": box.in_mode(True), "eval": box.in_mode(False)},
-        paths=paths,
-        original=module,
-        half_words=half_words,
-    )
-
-
-def _identified(module: Any, example: Any, layout: str | None) -> tuple[NormSpec | None, str, str]:
-    """The specification of a module that no reader knows, or why there is none, and its arithmetic in bfloat16. In
-    evaluation, where stored statistics act, if it runs there."""
-    from normscope.identify import identify
-
-    reason = ""
-    for training in (False, True):
-        try:
-            found = identify(module, example, layout=layout, training=training)
-        except ModelError as error:
-            reason = str(error)
-            continue
-        return found.spec, _why(found), "" if found.half is None else found.half.conclusion
-    return None, reason, ""
-
-
-def _all_named(spec: NormSpec | None, paths: Mapping[str, str]) -> bool:
-    """Everything that the specification says it holds was found in the module."""
-    if spec is None:
-        return False
-    needed = {name for name in ("weight", "bias") if getattr(spec, name) is not None}
-    needed |= set(STORED) if spec.running is not None else set()
-    return needed <= set(paths)
-
-
-def _why(found: Any) -> str:
-    if found.spec is not None:
-        return ""
-    return str(found.reason or f"it is a fixed affine map ({found.fixed})")
+    @property
+    def settable(self) -> bool:
+        return self.a.settable and self.b.settable
 
 
 def _state(values: Values) -> RunningState | None:
     if not set(STORED) <= set(values):
         return None
     return RunningState(values["running_mean"], values["running_var"])
-
-
-def _is_module(obj: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(obj, torch.nn.Module)
-
-
-def fits(side: Side, x: Array, values: Values | None) -> str:
-    """ "" where the side takes an input in one of its modes, else why not."""
-    why = ""
-    for mode in ("eval", "train"):
-        try:
-            y = side.output(x, mode, values)
-        except (NormscopeError, ValueError, ArithmeticError) as error:
-            why = str(error)
-            continue
-        return "" if y.shape == x.shape else f"it returns shape {y.shape} for an input of shape {x.shape}"
-    return why
-
-
-def shape_of(example: Any) -> tuple[int, ...]:
-    """The shape of an example. Raises BadInput where it is neither an array, a tensor nor sizes."""
-    from normscope.identify.box import is_shape
-
-    if not hasattr(example, "shape") and not is_shape(example):
-        raise BadInput(
-            f"an example is an array, a tensor or the sizes of one; got a {type(example).__name__}. Wrap a layer that "
-            "takes more than one argument in a function of one."
-        )
-    return tuple(int(n) for n in getattr(example, "shape", example))

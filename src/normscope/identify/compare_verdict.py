@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from normscope.identify.compare_fields import differences, value_differences
@@ -11,23 +10,8 @@ from normscope.identify.compare_precision import both_fixed, precision_notes
 
 if TYPE_CHECKING:
     from normscope.identify.compare_result import Difference
-    from normscope.identify.compare_sides import Side
+    from normscope.identify.compare_sides import Both
     from normscope.spec import NormSpec, Sameness
-
-
-@dataclass(frozen=True)
-class Both:
-    """Two sides on inputs of one shape; their specifications as the first reads its input."""
-
-    a: Side
-    b: Side
-    spec_a: NormSpec | None
-    spec_b: NormSpec | None
-    shape: tuple[int, ...]
-
-    @property
-    def settable(self) -> bool:
-        return self.a.settable and self.b.settable
 
 
 def by_field(both: Both) -> tuple[list[Difference], list[str]]:

@@ -1,0 +1,173 @@
+"""What was handed to a comparison, made one of its sides."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from normscope.errors import BadInput, ModelError, NormscopeError
+from normscope.identify.compare_sides import STORED, BoxSide, ModuleSide, Side, SpecSide
+from normscope.spec import NormSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from normscope.identify.box import Box
+
+    Array = NDArray[np.float64]
+    Values = Mapping[str, Array]
+
+
+def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
+    """What was handed in as a side of a comparison, on inputs like ``example``.
+
+    Raises BadInput where it is no specification and cannot be called.
+    """
+    if isinstance(obj, NormSpec):
+        return SpecSide(f"spec ({obj.stats})", obj, settable=True)
+    if _is_module(obj):
+        return _module_side(obj, example, layout)
+    from normscope.identify import box_of, identify
+
+    if not callable(obj) and not hasattr(obj, "run"):
+        raise BadInput(
+            f"compare takes specifications, modules and callables; {which} is a {type(obj).__name__}. Pass the layer "
+            "itself, or what it computes as a NormSpec."
+        )
+    box = box_of(obj, example)
+    found = identify(obj, example, layout=layout)
+    held = {name: value for name in ("weight", "bias") if (value := getattr(found, name)) is not None}
+    return BoxSide(
+        box.name,
+        found.spec,
+        _why(found),
+        held if found.spec is not None else None,
+        fixed=found.fixed is not None,
+        roundoff=max(box.roundoff, found.roundoff or 0.0),
+        note=getattr(box, "note", ""),
+        box=box,
+        in_half=_in_half(obj, example, box),
+    )
+
+
+def _in_half(fn: Any, example: Any, box: Box) -> Callable[[Array, str], Array] | None:
+    """The function on tensors of a half type, where its box calls it with tensors; what wraps arrays does not."""
+    from normscope.identify.adapters import torch_functions
+    from normscope.identify.box import Boxed
+
+    if not isinstance(box, Boxed) or box.function.__module__ != torch_functions.__name__:
+        return None
+    import torch
+
+    device = getattr(example, "device", None)
+
+    def call(x: Array, dtype: str) -> Array:
+        with torch.no_grad():
+            y = fn(torch.tensor(x, dtype=getattr(torch, dtype), device=device))
+        out: Array = y.detach().cpu().double().numpy()
+        return out
+
+    return call
+
+
+def _module_side(module: Any, example: Any, layout: str | None) -> Side:
+    from normscope.identify.module_box import box_of_module, call_of, tensors_of
+    from normscope.identify.tensor_paths import tensor_paths, value_shapes
+    from normscope.reading import UnknownNormalization, read
+
+    box = box_of_module(module, call_of(example))
+    copy, shape = box.module, tuple(box.call.example.shape)
+    tensors = tensors_of(copy)
+    spec, reason, half_words = None, "", ""
+    try:
+        reading = read(copy, input_ndim=len(shape))
+    except (UnknownNormalization, ValueError):
+        spec, reason, half_words = _identified(module, example, layout)
+        paths = {} if spec is None else tensor_paths(box.in_mode(training=False), spec)
+    else:
+        spec = reading.spec
+        named = {
+            name: path for path, t in tensors.items() for name, held in reading.tensors.items() if held is t
+        }
+        paths = {name: named[name] for name in ("weight", "bias", *STORED) if name in named}
+    values = {name: tensors[path].detach().double().numpy().copy() for name, path in paths.items()}
+    if spec is not None:
+        wanted = value_shapes(spec.bind(shape))
+        values = {
+            n: v.reshape(wanted[n]) for n, v in values.items() if n in wanted and v.size == prod(wanted[n])
+        }
+    return ModuleSide(
+        type(module).__name__,
+        spec,
+        reason,
+        values,
+        settable=_all_named(spec, paths),
+        boxes={"train": box.in_mode(True), "eval": box.in_mode(False)},
+        paths=paths,
+        original=module,
+        half_words=half_words,
+    )
+
+
+def _identified(module: Any, example: Any, layout: str | None) -> tuple[NormSpec | None, str, str]:
+    """The specification of a module that no reader knows, or why there is none, and its arithmetic in bfloat16. In
+    evaluation, where stored statistics act, if it runs there."""
+    from normscope.identify import identify
+
+    reason = ""
+    for training in (False, True):
+        try:
+            found = identify(module, example, layout=layout, training=training)
+        except ModelError as error:
+            reason = str(error)
+            continue
+        return found.spec, _why(found), "" if found.half is None else found.half.conclusion
+    return None, reason, ""
+
+
+def _all_named(spec: NormSpec | None, paths: Mapping[str, str]) -> bool:
+    """Everything that the specification says it holds was found in the module."""
+    if spec is None:
+        return False
+    needed = {name for name in ("weight", "bias") if getattr(spec, name) is not None}
+    needed |= set(STORED) if spec.running is not None else set()
+    return needed <= set(paths)
+
+
+def _why(found: Any) -> str:
+    if found.spec is not None:
+        return ""
+    return str(found.reason or f"it is a fixed affine map ({found.fixed})")
+
+
+def _is_module(obj: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.nn.Module)
+
+
+def fits(side: Side, x: Array, values: Values | None) -> str:
+    """ "" where the side takes an input in one of its modes, else why not."""
+    why = ""
+    for mode in ("eval", "train"):
+        try:
+            y = side.output(x, mode, values)
+        except (NormscopeError, ValueError, ArithmeticError) as error:
+            why = str(error)
+            continue
+        return "" if y.shape == x.shape else f"it returns shape {y.shape} for an input of shape {x.shape}"
+    return why
+
+
+def shape_of(example: Any) -> tuple[int, ...]:
+    """The shape of an example. Raises BadInput where it is neither an array, a tensor nor sizes."""
+    from normscope.identify.box import is_shape
+
+    if not hasattr(example, "shape") and not is_shape(example):
+        raise BadInput(
+            f"an example is an array, a tensor or the sizes of one; got a {type(example).__name__}. Wrap a layer that "
+            "takes more than one argument in a function of one."
+        )
+    return tuple(int(n) for n in getattr(example, "shape", example))
