@@ -143,5 +143,5 @@ def _linen(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
 
 def _array(value: Any) -> Array:
     if hasattr(value, "detach"):  # of Keras on torch
-        value = value.detach().double().cpu()
+        value = value.detach().double().cpu().numpy()
     return np.array(value, dtype=np.float64)
