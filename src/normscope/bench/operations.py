@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from normscope.bench import machine
+from normscope.bench import machine, spelled_out
 from normscope.errors import BadInput
 
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels-last"
 SIZES = SMALL, MIDDLE, LARGE = "small", "middle", "large"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 GROUPS = 32
+STEPS = 2
+"""of a spiking network, in the axis of samples"""
 
 EPS_RMS, EPS = 1e-6, 1e-5
 Shape = tuple[int, ...]
@@ -46,7 +48,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Op:
-    """``function`` of normscope.functional on ``arguments``, with parameters on ``axis``.
+    """``function`` of normscope.functional (or of ``spelled_out``) on ``arguments``, with parameters on ``axis``.
 
     ``inputs`` are what gets a gradient, ``sets`` counts statistic sets, ``passes`` go over the data: forward, and with
     backward.
@@ -69,7 +71,12 @@ class Op:
     @property
     def eager(self) -> Callable[..., Any]:
         """The same in PyTorch alone."""
-        own: dict[str, Callable[..., Any]] = {"add_rms_norm": add_rms_norm, "add_layer_norm": add_layer_norm}
+        own: dict[str, Callable[..., Any]] = {
+            "add_rms_norm": add_rms_norm,
+            "add_layer_norm": add_layer_norm,
+            "masked_batch_norm": spelled_out.masked_batch_norm,
+            "td_batch_norm": spelled_out.td_batch_norm,
+        }
         found: Callable[..., Any] = own.get(self.function) or getattr(F, self.function)
         return found
 
@@ -77,7 +84,11 @@ class Op:
     def ours(self) -> Callable[..., Any]:
         from normscope import functional
 
-        found: Callable[..., Any] = getattr(functional, self.function)
+        own: dict[str, Callable[..., Any]] = {
+            "masked_batch_norm": spelled_out.our_masked_batch_norm,
+            "td_batch_norm": spelled_out.our_td_batch_norm,
+        }
+        found: Callable[..., Any] = own.get(self.function) or getattr(functional, self.function)
         return found
 
 
@@ -191,6 +202,26 @@ _ALL = (
         (IMAGE_SMALL,),
         IMAGES,
         BOTH,
+    ),
+    Op(
+        "masked_batch_norm",
+        "masked_batch_norm",
+        lambda t: (t.x, *t.state, t.weight, t.bias, spelled_out.frames(t.x), EPS),
+        ("x", "weight", "bias"),
+        1,
+        lambda shape: shape[1],
+        (IMAGE_SMALL,),
+        IMAGES,
+    ),
+    Op(
+        "td_batch_norm",
+        "td_batch_norm",
+        lambda t: (t.x, *t.state, t.weight, t.bias, STEPS, EPS),
+        ("x", "weight", "bias"),
+        1,
+        lambda shape: shape[1],
+        (IMAGE_SMALL,),
+        IMAGES,
     ),
 )
 OPS = {op.name: op for op in _ALL}

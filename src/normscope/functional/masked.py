@@ -11,12 +11,12 @@ Any other mask is for the composite path.
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from normscope.functional.served import served
+from normscope.functional.stretches import apart, stretches, together
 from normscope.kernels import dispatch
 from normscope.kernels.elementary import axes_of, constant
 from normscope.spec import NormSpec, RunningState
@@ -68,18 +68,19 @@ def _together(
     if not places or channels in places:
         return None
     order = [*places, channels, *(dim for dim in range(input.dim()) if dim not in (*places, channels))]
-    moved = input.permute(order)
-    sizes = moved.shape
+    back = [order.index(dim) for dim in range(input.dim())]
+    moved, flags = input.permute(order), mask.permute(order)
+    if len(places) == 2 and forward_ad._current_level < 0:
+        found = stretches(flags.flatten(1))
+        if found is not None:
+            y = served(together(moved, found), joined, weight, bias, state, True)
+            return None if y is None else apart(y, found, moved.shape, moved.detach()).permute(back)
+    index = flags.flatten().nonzero().squeeze(1)
     rows = moved.flatten(0, len(places) - 1)
-    index = mask.permute(order).flatten().nonzero().squeeze(1)
-    if not index.numel():
-        return None
-    y = served(rows.index_select(0, index), joined, weight, bias, state, True)
+    y = served(rows.index_select(0, index), joined, weight, bias, state, True) if index.numel() else None
     if y is None:
         return None
-    back = [order.index(dim) for dim in range(input.dim())]
-    whole = y.new_zeros((prod(sizes[: len(places)]), *sizes[len(places) :])).index_copy(0, index, y)
-    whole = whole.view(sizes).permute(back)
+    whole = y.new_zeros(rows.shape).index_copy(0, index, y).view(moved.shape).permute(back)
     return whole.contiguous() if input.is_contiguous() else whole
 
 
