@@ -153,7 +153,10 @@ def test_tokens_that_are_turned_for_the_norm() -> None:
 def test_a_border_of_values_of_the_image_keeps_the_shift(mode: str) -> None:
     net = Net(0, "float64")
     net.norm("x", "n", 3)
-    net.stored["pads"] = np.array([0, 0, 1, 2, 0, 0, 1, 1])
+    net.stored["sdap"] = np.array([1, 1, 0, 0, 2, 1, 0, 0])
+    net.stored |= {name: np.array([at]) for name, at in (("start", -1), ("end", -(2**63)), ("axis", 0))}
+    # turned round in the graph, as exporters do
+    net.node("Slice", ["sdap", "start", "end", "axis", "start"], "pads")
     net.node("Pad", ["n", "pads"], "p", mode=mode)
     layer(net, "Conv", "p", "y", (3, 2), 1, "")
     operators, left = same(net, (2, 3, 5, 4), "y")

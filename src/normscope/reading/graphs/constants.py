@@ -75,7 +75,10 @@ class Constants:
         compute = COMPUTED.get(node.op_type)
         if compute is None:
             return None
-        given = [self.get(name, depth + 1) for name in node.input if name]
+        names = [name for name in node.input if name]
+        if names != list(node.input)[: len(names)]:  # one is left out before others
+            return None
+        given = [self.get(name, depth + 1) for name in names]
         if any(value is None or value.size > LARGEST for value in given):
             return None
         try:
@@ -228,6 +231,18 @@ def _tile(given: Given, attributes: dict[str, Any]) -> NDArray[Any] | None:
     return np.tile(given[0], given[1]) if _small(sizes) else None
 
 
+def _slice(given: Given, attributes: dict[str, Any]) -> NDArray[Any] | None:
+    if len(given) < 3:  # operator sets below 10
+        return None
+    starts, ends, *more = ([int(i) for i in one] for one in given[1:])
+    axes = more[0] if more else range(len(starts))
+    steps = more[1] if len(more) > 1 else [1] * len(starts)
+    cuts = [slice(None)] * given[0].ndim
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        cuts[axis] = slice(start, end, step)
+    return np.asarray(given[0][tuple(cuts)])
+
+
 def _small(sizes: Any) -> bool:
     return all(size >= 0 for size in sizes) and math.prod(sizes) <= LARGEST
 
@@ -236,6 +251,7 @@ COMPUTED: dict[str, Callable[[Given, dict[str, Any]], Any]] = {
     "Identity": lambda given, _: given[0],
     "Reshape": _reshape,
     "Unsqueeze": _unsqueeze,
+    "Slice": _slice,
     "Squeeze": _squeeze,
     "Cast": _cast,
     "ConstantOfShape": _filled,
