@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import normscope as ns
 import normscope.nn as own
 from normscope.errors import BadInput
 
@@ -38,7 +39,9 @@ def test_algorithm_1_written_out():
         wanted = ((x.numpy() - mean) / s * r + d) * norm.weight.detach().numpy()
         mu, sigma = mu + 0.3 * (mean - mu), sigma + 0.3 * (s - sigma)
         np.testing.assert_allclose(norm(x).detach().numpy(), wanted, rtol=1e-13)
-        np.testing.assert_allclose(norm.running_mean.numpy(), mu, rtol=1e-14)
+        np.testing.assert_allclose(
+            norm.running_mean.numpy(), mu, rtol=0, atol=1e-15
+        )  # sums of numbers below 4
         np.testing.assert_allclose(np.sqrt(norm.running_var.numpy() + 1e-5), sigma, rtol=1e-14)
     assert norm.num_batches_tracked == 3
 
@@ -75,6 +78,24 @@ def test_no_gradient_goes_through_r_and_d():
     d = (z.mean(0).detach() - torch.tensor([0.25, -2.0], dtype=torch.float64)) / sigma
     (norm.weight.detach() * (x_hat * (s / sigma) + d)).sin().sum().backward()
     torch.testing.assert_close(x.grad, z.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_verify_passes():
+    report = ns.verify.run_layer(own.BatchRenorm1d(3, r_max=3, d_max=5))
+    assert "FAILED" not in str(report)
+
+
+def test_half_types_and_masks_take_another_way_and_agree():
+    """bfloat16 is computed in float32: within its own rounding, and to the bit in the statistics."""
+    x = batch(8).bfloat16()
+    half, whole = (made(r_max=1.5, d_max=0.5).float() for _ in range(2))
+    half.bfloat16()
+    whole.weight.data = half.weight.data.float()
+    y, wanted = half(x), whole(x.float())
+    torch.testing.assert_close(y.float(), wanted, rtol=2**-8, atol=2**-8)
+    torch.testing.assert_close(half.running_var, whole.running_var, rtol=2**-22, atol=0)
+    masked = made(r_max=1.5, d_max=0.5)(batch(), mask=torch.ones(6, 2, dtype=torch.bool))
+    torch.testing.assert_close(masked, made(r_max=1.5, d_max=0.5)(batch()), rtol=1e-13, atol=1e-13)
 
 
 def test_warm_up_of_the_paper():

@@ -18,9 +18,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from normscope.errors import BadInput
+from normscope.functional.renormalized import batch_renorm
 from normscope.kernels import composite
 from normscope.kernels.elementary import wide
 from normscope.nn.batch_state import BatchState
@@ -88,16 +90,25 @@ class _BatchRenorm(BatchState):
         follows = self.track_running_stats
         state = RunningState(mean, var) if follows else RunningState(mean.clone(), var.clone())
         steps = counter.to(wide(input))
-        y = composite.normalize(
-            input,
-            self._spec_with(_last(self.r_max), _last(self.d_max)),
-            self.weight,
-            self.bias,
-            running=state,
-            mask=mask,
-            momentum=1.0 / (1.0 + steps) if self.momentum is None else self.momentum,
-            limits=(_at(self.r_max, steps), _at(self.d_max, steps)),
-        )
+        momentum = 1.0 / (1.0 + steps) if self.momentum is None else self.momentum
+        limits = (_at(self.r_max, steps), _at(self.d_max, steps))
+        weight, bias = self.weight, self.bias
+        if mask is None and input.numel() and _alike(input, weight, bias):
+            y = batch_renorm(
+                input,
+                weight,
+                bias,
+                state,
+                eps=self.eps,
+                momentum=momentum,
+                limits=limits,
+                averages=self.averages,
+            )
+        else:
+            spec = self._spec_with(_last(self.r_max), _last(self.d_max))
+            y = composite.normalize(
+                input, spec, weight, bias, running=state, mask=mask, momentum=momentum, limits=limits
+            )
         if follows:
             counter.add_(state.batches)  # 0 where a mask left nothing to follow
         return y
@@ -139,6 +150,13 @@ def _spec(
 ) -> NormSpec:
     return families.batch_renorm(
         r_max, d_max, eps=eps, momentum=momentum, weight=weight, bias=bias, ndim=ndim, averages=averages
+    )
+
+
+def _alike(input: Tensor, *parameters: Tensor | None) -> bool:
+    """Of one dtype, in which gain and r may be multiplied: half types are computed in float32."""
+    return input.dtype in (torch.float32, torch.float64) and all(
+        parameter is None or parameter.dtype == input.dtype for parameter in parameters
     )
 
 

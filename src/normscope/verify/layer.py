@@ -201,6 +201,8 @@ class Layer(Subject):
             )
             if self.unit > ULP:  # a difference of 1e-5 drowns in the rounding of its arithmetic
                 continue
+            if train and self.spec.properties().training_reads_state:  # r and d move, and have no gradient
+                continue
             step = STEP * min(1.0, 1 / float(sizes.rate.max()))
             ahead, behind = (self.run(self.layer, x + sign * step * move, train) for sign in (1, -1))
             slope = float(np.sum(numpy(cotangent) * (ahead - behind))) / (2 * step)
