@@ -131,6 +131,7 @@ class Identification:
             "reason": self.reason,
             "fixed": fixed and {"a": fixed.a.tolist(), "b": fixed.b.tolist(), "axes": fixed.axes},
             "notes": list(self.notes),
+            "half": self.half and self.half.conclusion,
         }
 
 
