@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from normscope.spec.pattern import ELLIPSIS, Axis, Group, Pattern, tokenize
+from normscope.spec.pattern import ELLIPSIS, Axis, Group, Pattern, PatternError, tokenize
 
 if TYPE_CHECKING:
     from normscope.spec.normspec import NormSpec
@@ -100,6 +100,25 @@ def split_samples(
     count = min(sizes[virtual], samples) if virtual in sizes else -(-samples // size)
     least, longer = divmod(samples, count)
     return (least + 1,) * longer + (least,) * (count - longer)
+
+
+def evened(spec: NormSpec, shape: tuple[int, ...]) -> NormSpec:
+    """The specification, with ``remainder="balanced"`` where the samples do not fall into its virtual batches.
+
+    For where that is no error: stored statistics normalize each element alone.
+
+    >>> from normscope.spec import families
+    >>> evened(families.ghost_batch_norm(size=4), (6, 3)).bind((6, 3)).set_sizes
+    (3,)
+    """
+    group = spec.sample_group or ()
+    if len(group) != 2 or "t" in group or spec.remainder != "error":
+        return spec
+    try:
+        spec.bind(shape)
+    except PatternError:
+        return spec.replace(remainder="balanced")
+    return spec
 
 
 def bind(spec: NormSpec, shape: tuple[int, ...]) -> BoundSpec:

@@ -19,6 +19,7 @@ from normscope.kernels.elementary import Elementary, names_of
 from normscope.nn.masking import valid
 from normscope.reading import read
 from normscope.spec import Cast, NormSpec, RunningState
+from normscope.spec.bound import evened
 from normscope.transforms.chosen import Chosen
 from normscope.transforms.masks import Valid
 
@@ -161,7 +162,8 @@ def _input(site: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
 def _moments(x: Tensor, spec: NormSpec, mask: Tensor | None, *, averaged: bool) -> Iterator[Moments]:
     """Of the state's entries, in the order of its axes."""
-    view = Elementary.of(x.detach().double(), spec.replace(cast=Cast()), mask)
+    spec = evened(spec.replace(cast=Cast()), tuple(x.shape))
+    view = Elementary.of(x.detach().double(), spec, mask)
     names = [axis.name for axis in view.axes]
     state = [names.index(name) for name in names_of(spec.running_axes, view.axes)]
     turns = names.index("v") if "v" in names and view.axes[names.index("v")].kept else None

@@ -24,7 +24,7 @@ from normscope.doctor.tracing.paths import Frame, ModuleNames, ModuleStack
 from normscope.doctor.tracing.readings import ModuleReading
 from normscope.doctor.tracing.residual import taken_apart
 from normscope.reading import read_call
-from normscope.spec.pattern import PatternError
+from normscope.spec.bound import evened
 
 if TYPE_CHECKING:
     from normscope.doctor.tracing.dataflow import Node
@@ -147,6 +147,12 @@ class NormCalls:
         bound = self._names.readings.read(frame.module, given.dim())
         # a node of a graph is called with its output beside its input
         masked = not isinstance(frame.module, GraphNorm) and _masked(args, kwargs)
+        spec = bound.spec
+        if spec is not None and found.mode in (
+            "running",
+            "frozen",
+        ):  # each element alone, in batches of any size
+            spec = evened(spec, tuple(given.shape))
         call = NormCall(
             name=frame.path,
             path=frame.path,
@@ -155,7 +161,7 @@ class NormCalls:
             frame=frame,
             input=given,
             output=output,
-            spec=None if masked else _on(given, bound.spec, found.mode),
+            spec=None if masked else spec,
             reason=MASKED if masked else bound.reason,
             mode=found.mode,
             tensors=tensors,
@@ -296,16 +302,3 @@ def _unfused() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _on(x: Tensor, spec: NormSpec | None, mode: str) -> NormSpec | None:
-    """The specification of a call. Stored statistics normalize each element alone, so that a batch which is no multiple
-    of a virtual one is none of its errors: there are none to fall into."""
-    group = () if spec is None else spec.sample_group or ()
-    if spec is None or mode not in ("running", "frozen") or len(group) != 2 or "t" in group:
-        return spec
-    try:
-        spec.bind(tuple(x.shape))
-    except PatternError:
-        return spec.replace(remainder="balanced")
-    return spec
