@@ -103,3 +103,30 @@ def test_a_bound_on_what_was_not_seen() -> None:
     # inputs of 2^-48 are as large as others once divided, to a thousandth
     assert 2.0**-98 * 1e-3 < evidence.numbers["hidden_inside_the_root"] < 2.0**-90 * 1e-3
     assert said(found, "eps is too small to be seen (below about ")
+
+
+def test_a_correction_of_two_is_told_by_a_second_size() -> None:
+    found = ns.identify(
+        lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=2) + 1e-6).sqrt(),
+        DOUBLE,
+    )
+    assert found.spec == ns.NormSpec("... d -> ...", correction=2, eps=1e-6)
+    assert not said(found, "size")
+
+
+def test_refusals_say_what_contradicted() -> None:
+    overflows = ns.identify(lambda x: F.layer_norm(x, (10,)) * torch.exp(0 * x.exp()), DOUBLE).reason
+    assert overflows is not None
+    assert overflows.endswith("that are NaN or infinite, as where a square or an exponential overflows")
+    negative = ns.identify(lambda x: over(x, -1e-5), DOUBLE).reason
+    assert negative is not None
+    assert negative.endswith("that are NaN or infinite, as under a negative eps")
+
+    class Subtracts(torch.nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return -super().forward(x)
+
+    assert ns.identify(Subtracts(6), SINGLE).reason == (
+        "bias is added with a negative sign in training, where statistics of the input normalize: a bias is added as "
+        "it is"
+    )

@@ -38,7 +38,10 @@ def fixed_affine(
     expected = a.value.mean(axis=others, keepdims=True) * x + bias.value.mean(axis=others, keepdims=True)
     error = float(np.abs(f(x) - expected).max() / (np.abs(expected).max() or 1.0))
     if not error <= 256 * f.roundoff:
-        raise Contradiction(f"it is affine in every scaled input, but off by {error:.2g} at a fresh one")
+        raise Contradiction(
+            f"scaled inputs give a * x + b of each element alone, but a fresh input is off that by {error:.2g} of the "
+            "largest output: no normalization with stored statistics is"
+        )
     f.conclude(
         "every output is an affine function of its own input alone",
         "one element moved far, and the input scaled",

@@ -178,7 +178,9 @@ def _place(
         return None
     for role in roles:
         if role.entries is None or (role.entries < 0).any():
-            raise NoAxes(f"{role.name} reaches only some of the outputs")
+            raise NoAxes(
+                f"{role.name} reaches only some of the outputs, where a weight or a bias has a number for each"
+            )
     joint = np.zeros(shape, dtype=np.int64)
     for role in roles:
         joint = joint * int(np.prod(role.shape, initial=1)) + _entries(role)

@@ -136,8 +136,12 @@ def _with_state(here: InMode, live: InMode, fixed: InMode, layout: str | None) -
 def _stored(spec: NormSpec, fixed: InMode) -> tuple[Stored, Law]:
     stored = stored_values(spec, fixed)
     if stored is None:
-        names = ", ".join(f"{role.name} ({role.kind})" for role in fixed.named("mean", "nonlinear"))
-        raise NotOfTheFamily(f"a fixed map is made of one stored mean and one variance; it has {names}")
+        does = {"mean": "is subtracted", "nonlinear": "bends the slope"}
+        parts = [f"{role.name} {does[role.kind]}" for role in fixed.named("mean", "nonlinear")]
+        raise NotOfTheFamily(
+            "each output is a straight line in its own input, and a specification makes that of one stored mean and "
+            f"one stored variance; here {' and '.join(parts)}"
+        )
     inputs = direction(fixed.box.shape, 105), direction(fixed.box.shape, 106)
     law = law_of_variance(fixed.neutral, stored.var, fixed.roles[stored.var].shape, inputs)
     if isinstance(law, str):
@@ -162,10 +166,18 @@ def _require_known_roles(mode: InMode) -> None:
             raise NotOfTheFamily(f"{gain.evidence.conclusion} ({numbers})")
     word = "training" if mode.training else "evaluation"
     for role in mode.named("mixed"):
-        raise NotOfTheFamily(f"one output depends on several numbers of {role.name}")
+        raise NotOfTheFamily(
+            f"one output depends on several numbers of {role.name}, where a weight, a bias or a stored statistic gives "
+            "it one"
+        )
     if not mode.fixed and (reason := reads_what_it_moves(mode)):
         raise NotOfTheFamily(reason)
-    for role in () if mode.fixed else mode.named("nonlinear", "mean"):
+    for role in () if mode.fixed else mode.named("mean"):
+        raise NotOfTheFamily(
+            f"{role.name} is added with a negative sign in {word}, where statistics of the input normalize: a bias is "
+            "added as it is"
+        )
+    for role in () if mode.fixed else mode.named("nonlinear"):
         raise NotOfTheFamily(
             f"{role.name} bends the output of {word}, as a learned eps or exponent does: it is no weight, bias, stored "
             "mean or stored variance"

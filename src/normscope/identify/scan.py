@@ -59,8 +59,12 @@ class Scan:
             if not np.isfinite(y).all():
                 bad = int((~np.isfinite(y)).sum())
                 raise Contradiction(
-                    f"inputs of the size 2^{k} give {bad} outputs of {y.size} that are NaN or infinite, as under a "
-                    "negative eps"
+                    f"inputs of the size 2^{k} give {bad} outputs of {y.size} that are NaN or infinite, "
+                    + (
+                        "as under a negative eps"
+                        if k < 0
+                        else "as where a square or an exponential overflows"
+                    )
                 )
             z = y - self.bias.value
             self.found[k] = Observation(x, z, self.noise(y, z))

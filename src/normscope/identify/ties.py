@@ -113,7 +113,16 @@ def by_second_size(
         expected = 0.5 * (log(units.ratio(n)) - log(units.ratio(m)))
         if abs(log(gain_ratio) - expected) <= error:
             return units
-    return None
+    if not any(units.scale == "std" for units in candidates):
+        return None
+    square = gain_ratio**2  # (1 - c / m) / (1 - c / n)
+    correction = n * m * (1 - square) / (n - square * m)
+    told = Units("std", round(correction), f"the variance with the correction {round(correction)}")
+    # so near to a whole number that its own gain ratio is the measured one
+    if not 1 < told.correction < min(n, m):
+        return None
+    expected = 0.5 * (log(told.ratio(n)) - log(told.ratio(m)))
+    return told if abs(log(gain_ratio) - expected) <= error else None
 
 
 def roundness(units: Units, n: int, eps: Constant, gain: Values) -> int:
