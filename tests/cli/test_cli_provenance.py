@@ -111,7 +111,12 @@ def test_what_is_no_record_says_nothing(value: Any) -> None:
 
 
 def test_anyone_may_have_written_a_record(tmp_path: Path) -> None:
-    record = {"command": "fold\x1b[31m", "source": "a" * 200, "sites": [{"after": 1}, 3, {}]}
+    record = {
+        "command": "fold\x1b[31m",
+        "source": "a" * 200,
+        "method": [[["x"]]],
+        "sites": [{"after": 1}, 3, {}],
+    }
     save_file({"x": torch.zeros(1)}, tmp_path / "w.safetensors", {"normscope": json.dumps(record)})
     assert open_state(tmp_path / "w.safetensors").notes == [
         f"the file says: made by normscope fold?[31m (source {'a' * 80}..., 1 of 3 norms)"

@@ -25,7 +25,11 @@ def told(metadata: Any) -> list[str]:
         return []
     if not isinstance(record, dict) or not isinstance(record.get("command"), str):
         return []
-    known = [f"{name} {_plain(record[name])}" for name in SHOWN if record.get(name)]
+    known = [
+        f"{name} {_plain(record[name])}"
+        for name in SHOWN
+        if isinstance(record.get(name), (str, int)) and record[name]
+    ]
     sites = record.get("sites")
     if isinstance(sites, list):
         known.append(
