@@ -178,12 +178,14 @@ def test_packed_sequence_is_the_padded_batch_with_lengths(name):
     assert torch.equal(got.sorted_indices, packed.sorted_indices)
 
 
-def test_batch_statistics_are_those_of_the_frames_without_padding_bit_for_bit():
+def test_batch_statistics_are_those_of_the_frames_without_padding():
+    """float32: the last bits of mean and deviation, and an operation or two on a value of some units."""
     whole, masked = filled(own.BatchNorm1d(4)), filled(own.BatchNorm1d(4))
     frames = whole(torch.cat(sequences()))
     y = masked(padded(sequences(), 11, CHANNELS), lengths=torch.tensor(LENGTHS)).movedim(-1, 1)
-    assert torch.equal(torch.cat([row[:n] for row, n in zip(y, LENGTHS, strict=True)]), frames)
-    assert all(torch.equal(t, masked.state_dict()[n]) for n, t in whole.state_dict().items())
+    kept = torch.cat([row[:n] for row, n in zip(y, LENGTHS, strict=True)])
+    torch.testing.assert_close(kept, frames, rtol=2**-20, atol=2**-20)
+    torch.testing.assert_close(masked.state_dict(), whole.state_dict(), rtol=2**-21, atol=0)
 
 
 def test_a_batch_without_a_valid_element_moves_nothing():

@@ -3,13 +3,14 @@
 - By stored statistics, every element on its own: what does not count goes in as 0, and comes out as 0.
 - Statistic sets that count as a whole or not at all (a layer norm under a mask of positions): the same.
 - One set a channel, under a mask that is one for all channels (a batch norm under a mask of positions): the elements
-  that count are copied together and normalized, and put back. Their statistics are, bit for bit, those of a batch
-  without padding.
+  that count are copied together, normalized, and put back: how far a batch was padded changes no bit.
 
 Any other mask is for the composite path.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.autograd import forward_ad
 from normscope.functional.served import served
 from normscope.functional.stretches import apart, stretches, together
 from normscope.kernels import dispatch
-from normscope.kernels.elementary import axes_of, constant
+from normscope.kernels.elementary import axes_of
 from normscope.spec import NormSpec, RunningState
 
 
@@ -59,32 +60,41 @@ def _together(
     state: RunningState | None,
     mask: Tensor,
 ) -> Tensor | None:
-    joined = _one_set_a_channel(spec)
     # how many elements count is known only where a call computes at once
-    if joined is None or torch.compiler.is_compiling() or dispatch.transforming() or dispatch.tracing():
+    if torch.compiler.is_compiling() or dispatch.transforming() or dispatch.tracing():
+        return None
+    joined = _one_set_a_channel(spec)
+    if joined is None:
         return None
     (channels,) = [axis.dim for axis in axes_of(spec, tuple(input.shape)) if axis.kept]
     places = [dim for dim, size in enumerate(mask.shape) if size != 1]
     if not places or channels in places:
         return None
-    order = [*places, channels, *(dim for dim in range(input.dim()) if dim not in (*places, channels))]
-    back = [order.index(dim) for dim in range(input.dim())]
-    moved, flags = input.permute(order), mask.permute(order)
+    rest = [channels, *(dim for dim in range(input.dim()) if dim not in (*places, channels))]
     if len(places) == 2 and forward_ad._current_level < 0:
-        found = stretches(flags.flatten(1))
+        found = stretches(mask.squeeze(tuple(rest)))
         if found is not None:
+            order = [places[0], *rest, places[1]]
+            moved = input.permute(order)
             y = served(together(moved, found), joined, weight, bias, state, True)
-            return None if y is None else apart(y, found, moved.shape, moved.detach()).permute(back)
-    index = flags.flatten().nonzero().squeeze(1)
+            return None if y is None else _back(apart(y, found, moved.shape, moved.detach()), order)
+    order = [*places, *rest]
+    moved = input.permute(order)
     rows = moved.flatten(0, len(places) - 1)
+    index = mask.permute(order).flatten().nonzero().squeeze(1)
     y = served(rows.index_select(0, index), joined, weight, bias, state, True) if index.numel() else None
     if y is None:
         return None
-    whole = y.new_zeros(rows.shape).index_copy(0, index, y).view(moved.shape).permute(back)
+    whole = _back(y.new_zeros(rows.shape).index_copy(0, index, y).view(moved.shape), order)
     return whole.contiguous() if input.is_contiguous() else whole
 
 
-@constant
+def _back(moved: Tensor, order: list[int]) -> Tensor:
+    """Axes in ``order`` where they were."""
+    return moved.permute([order.index(dim) for dim in range(moved.dim())])
+
+
+@lru_cache(maxsize=1024)
 def _one_set_a_channel(spec: NormSpec) -> NormSpec | None:
     """The same of elements (M, C, ...), where the channels alone are kept and all that is stored lives on them."""
     on_channels = {spec.weight, spec.bias} <= {None, "", "c"} and spec.running_axes == "c"

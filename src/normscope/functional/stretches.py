@@ -1,4 +1,4 @@
-"""Copies of the stretches of a tensor that count: taken together as rows, and put back, each the other's gradient.
+"""Copies of the stretches of a tensor that count: taken together on one axis, and put back, each the other's gradient.
 
 A mask of sequences is a few long stretches, which memory gives up faster than elements one by one.
 """
@@ -16,7 +16,7 @@ SHORTEST = 8
 """positions of a stretch on average, below which one copy of all elements by index is faster"""
 
 Stretch = tuple[int, int, int]
-"""index on the first axis, first and last position (beyond it) on the second"""
+"""index on the first axis, first and last position (beyond it) on the last axis"""
 
 
 def stretches(mask: Tensor) -> tuple[Stretch, ...] | None:
@@ -35,17 +35,17 @@ def stretches(mask: Tensor) -> tuple[Stretch, ...] | None:
 
 
 class Together(Function):
-    """(A, B, ...) to (M, ...): the stretches, one after the other."""
+    """(A, ..., B) to (1, ..., M): the stretches, one after the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: tuple[Stretch, ...]) -> Tensor:
         ctx.found, ctx.size = found, x.shape
-        rows = x.new_empty(sum(end - start for _, start, end in found), *x.shape[2:])
+        joined = x.new_empty(1, *x.shape[1:-1], sum(end - start for _, start, end in found))
         at = 0
         for row, start, end in found:
-            rows[at : at + end - start] = x[row, start:end]
+            joined[0, ..., at : at + end - start] = x[row, ..., start:end]
             at += end - start
-        return rows
+        return joined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -53,18 +53,21 @@ class Together(Function):
 
 
 class Apart(Function):
-    """(M, ...) to (A, B, ...): the stretches in their places, 0 elsewhere; in the memory order of ``like`` if given."""
+    """(1, ..., M) to (A, ..., B): the stretches in their places, 0 elsewhere; laid out in memory as ``like``."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, found: tuple[Stretch, ...], size: torch.Size, like: Tensor | None
+        ctx: Any, joined: Tensor, found: tuple[Stretch, ...], size: torch.Size, like: Tensor | None
     ) -> Tensor:
         ctx.found = found
-        whole = rows.new_zeros(size) if like is None else torch.zeros_like(like, dtype=rows.dtype)
-        at = 0
+        whole = joined.new_empty(size) if like is None else torch.empty_like(like, dtype=joined.dtype)
+        at, filled = 0, [0] * size[0]
         for row, start, end in found:
-            whole[row, start:end] = rows[at : at + end - start]
-            at += end - start
+            whole[row, ..., filled[row] : start] = 0
+            whole[row, ..., start:end] = joined[0, ..., at : at + end - start]
+            at, filled[row] = at + end - start, end
+        for row, end in enumerate(filled):
+            whole[row, ..., end:] = 0
         return whole
 
     @staticmethod
