@@ -374,6 +374,17 @@ def test_nothing_is_left_behind(name: str) -> None:
     assert torch.equal(random, torch.random.get_rng_state())
 
 
+def test_inputs_that_are_not_finite_broke_the_denominators() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.LayerNorm(8))
+    steps = normscope.explain(model, torch.full((16, 8), float("inf"))).steps
+    assert not any("internal error" in line for step in steps for line in step.seen)
+    assert steps[2].follows == "denominators of 1 are not all finite on this batch."
+    assert (
+        "the whole model in float64 was not compared: ValueError: its output is not finite." in steps[3].seen
+    )
+    assert steps[3].ok
+
+
 def test_needs_data() -> None:
     with pytest.raises(
         BadInput, match=r"^explain runs the model on data: pass inputs, a batch of 8 or more samples$"

@@ -509,6 +509,28 @@ def test_ns106_an_eps_that_is_there_in_another_writing(norm: nn.Module) -> None:
     assert report.sites[0].spec is not None
 
 
+class Raising(RightLayerNorm):
+    @property
+    def eps(self) -> float:
+        raise RuntimeError("no eps")
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        self.other = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        return (x - mean) / (x.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt() * self.weight + self.bias
+
+
+@pytest.mark.parametrize("eps", [None, float("inf"), float("nan"), 10**400, "1e-6", True])
+def test_ns106_an_attribute_that_is_no_eps_says_nothing(eps: Any) -> None:
+    norm = Raising(8)
+    if eps is not None:
+        norm.__class__ = type("Raising", (Raising,), {"eps": eps})
+    assert check(norm, torch.randn(6, 8), "NS106").passed == ("NS106",)
+
+
 def test_ns106_a_sum_of_squares_under_the_name_of_a_mean() -> None:
     found = deviation(SummingRMSNorm(8), torch.randn(6, 8))
     assert found.severity == "warning"

@@ -324,6 +324,39 @@ class TestCoupling:
             assert reasons(report, code) == ["a batch of 1 sample has no companions: pass at least 2 samples"]
 
 
+def test_dynamically_quantized_layers_couple_by_design() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval()
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    (found,) = normscope.check(quantized, torch.randn(16, 8), select=["NS202"]).findings
+    assert found.severity == "info"
+    assert found.message.endswith(
+        "no normalization that was found does it by itself (dynamically quantized layers take their scale from the "
+        "whole batch: 0)."
+    )
+
+
+class Unused(nn.Module):
+    """Of two norms none is called, or one."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.used = nn.LayerNorm(8), nn.LayerNorm(8), used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) if self.used else x
+
+
+def test_rules_on_data_passed_where_no_norm_was_called() -> None:
+    x = torch.randn(16, 8)
+    none, one = normscope.check(Unused(False).eval(), x), normscope.check(Unused(True).eval(), x)
+    said = "not called on these inputs: what needs data says nothing there"
+    assert none.notes == (f"first, second were {said}",)
+    assert one.notes == (f"second was {said}",)
+    for code in ("NS102", "NS106", "NS402", "NS405"):
+        assert reasons(none, code) == ["no normalization was called on these inputs"]
+        assert code in one.passed
+
+
 class Sticky(nn.Sequential):
     """Its batch norms stay in eval, whatever train() is called."""
 

@@ -23,6 +23,7 @@ from normscope.doctor.site import Site
 from normscope.doctor.sites import find_sites
 from normscope.doctor.source import source_of
 from normscope.doctor.subject import Subject
+from normscope.doctor.wording import listed
 from normscope.errors import ModelError, NormscopeError, told
 
 
@@ -220,6 +221,12 @@ def _notes(subject: Subject) -> list[str]:
         notes.append("the model was handed over in training mode; eval is what it is after model.eval()")
     notes += [f"{name or 'the model'} was not measured: {why}" for name, why in subject.unmeasured.items()]
     notes += [why for why in subject.runs.values() if why.startswith(runs.RAISED)]
+    silent = [site.name for site in subject.sites if subject.has_data and not site.calls]
+    if silent:
+        verb = "was" if len(silent) == 1 else "were"
+        notes.append(
+            f"{listed(silent)} {verb} not called on these inputs: what needs data says nothing there"
+        )
     if subject.targets is not None and subject.loss_fn is None:
         notes.append("targets were given without a loss_fn, so only NS504 looked at them")
     if subject.inputs_dependent:

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from normscope.doctor import runs
+from normscope.doctor.probes import all_probes
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import Rule
 from normscope.doctor.subject import Subject
+from normscope.doctor.training_record import training_of
 from normscope.errors import told
 
 
@@ -53,9 +55,22 @@ def _blocked(rule: Rule, subject: Subject, reasons: dict[str, str]) -> NotRun | 
         return NotRun(rule.code, "no site keeps running statistics")
     if ("data" in rule.needs or rule.real_data) and not subject.has_data:
         return NotRun(rule.code, "needs data: pass inputs")
+    if (
+        _watches(rule)
+        and subject.has_data
+        and training_of(subject) is None
+        and not any(s.calls for s in subject.sites)
+    ):
+        return NotRun(rule.code, "no normalization was called on these inputs")
     if rule.real_data and subject.synthetic:
         return NotRun(rule.code, "random inputs say nothing about your data: pass real samples")
     return runs.not_run(rule.code, rule.needs, reasons)
+
+
+def _watches(rule: Rule) -> bool:
+    """It cannot do without what is seen of calls."""
+    probes = all_probes()
+    return any(name == "data" or (name in probes and probes[name].runs) for name in rule.needs)
 
 
 def named(finding: Finding, rule: Rule) -> Finding:

@@ -6,7 +6,7 @@ sum of squares, or of their mean, as many times larger or smaller as a set has e
 
 from __future__ import annotations
 
-from math import isclose, sqrt
+from math import inf, isclose, sqrt
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ def other_eps(site: Site, spec: NormSpec) -> float | None:
     >>> held(eps=1e-3), held(eps=1e-3, eps_at="max"), held(eps=0.0)
     (1e-06, None, 1e-06)
     """
-    held = next(
-        (float(v) for n in NAMES if isinstance(v := getattr(site.module, n, None), (int, float))), 0.0
-    )
-    if not held > 0 or spec.eps is None or not site.calls:
+    held = next((found for name in NAMES if (found := _held(site.module, name))), 0.0)
+    if not held or spec.eps is None or not site.calls:
         return None
     elements = spec.bind(site.calls[0].shape).set_size
     size = elements if spec.scale == "l2" else 1 / elements
@@ -43,3 +41,13 @@ def other_eps(site: Site, spec: NormSpec) -> float | None:
     elif spec.eps_at == "max":  # max(sqrt(v), eps) is sqrt(max(v, eps^2))
         meant += [sqrt(held), sqrt(held * size)]
     return None if any(isclose(spec.eps, value, rel_tol=CLOSE) for value in meant) else held
+
+
+def _held(module: object, name: str) -> float:
+    """A positive number under this name; 0 where there is none, or where the user's own property raises."""
+    try:
+        value = getattr(module, name, None)
+        number = float(value) if isinstance(value, (int, float)) and value is not True else 0.0
+    except (Exception, SystemExit):
+        return 0.0
+    return number if 0 < number < inf else 0.0

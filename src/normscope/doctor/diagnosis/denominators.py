@@ -119,6 +119,9 @@ def step(case: Case) -> Step:
     todo = ""
     if finding is not None:
         follows, todo = told(finding), finding.fix
+    elif low is not None and not np.isfinite(low.largest):
+        follows = f"denominators of {low.site or 'the model'} are not all finite on this batch."
+        todo = "look for the first value that is not finite: in the inputs, or beyond the range of the dtype (NS404)"
     elif low is not None:
         follows = (
             f"a set of {low.site or 'the model'} ({low.where}) has {percent(low.ratio)} of the usual denominator: its "
@@ -149,13 +152,8 @@ def _spread(name: str, values: Array, sets: Sets | None, event: Event, *, stored
     if not len(chosen):
         chosen = np.asarray([floor])
     least = float(chosen.min())
-    where = (
-        ""
-        if sets is None
-        else sets.label(int(np.flatnonzero(live & (values == least))[0]))
-        if live.any()
-        else ""
-    )
+    lowest = np.flatnonzero(live & (values == least))
+    where = sets.label(int(lowest[0])) if sets is not None and len(lowest) else ""
     return Spread(
         name,
         len(values),

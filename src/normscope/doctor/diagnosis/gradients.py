@@ -133,6 +133,8 @@ def _model(case: Case) -> Slope | None:
             return None
         grads = torch.autograd.grad(total, parameters, allow_unused=True)
         middle = float(total.detach())
+        if middle != middle or abs(middle) == float("inf"):
+            raise ValueError("its output is not finite")
     pairs = [(g, d) for g, d in zip(grads, direction, strict=True) if g is not None]
     slope = sum(float((g * d).sum()) for g, d in pairs) / size
     steepness = sum(float(g.square().sum()) for g, _ in pairs) ** 0.5

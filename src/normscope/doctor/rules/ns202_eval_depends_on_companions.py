@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING
 
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
-from normscope.doctor.wording import fold, number
+from normscope.doctor.wording import fold, listed, number
 
 if TYPE_CHECKING:
     from normscope.doctor.probes.companions import Companions
@@ -83,17 +83,28 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
         node = any(site.kind == "node" and site.name == name for site in subject.sites)
         yield _at_site(name, strength, found[0][2].mode, output, node)
     elif output:
+        by = _by_design(subject, measured)
         yield Finding(
             code="NS202",
             site="",
-            severity="info" if measured.pairs else "warning",
+            severity="info" if by else "warning",
             message=f"in eval, other samples of the batch change the model's output by {number(output)} of its spread "
-            "over samples; no normalization that was found does it by itself"
-            f"{' (right where the output compares pairs of samples).' if measured.pairs else '.'}",
+            f"over samples; no normalization that was found does it by itself{by}.",
             mode="eval",
             evidence={"strength_at_output": output},
             fix="look for operations over the batch axis: means, softmax, attention, or a reshape that mixes samples",
         )
+
+
+def _by_design(subject: Subject, measured: Companions) -> str:
+    """What else couples samples on purpose, in words."""
+    if measured.pairs:
+        return " (right where the output compares pairs of samples)"
+    modules = subject.session.modules.items()
+    quantized = [path for path, module in modules if ".quantized.dynamic" in type(module).__module__]
+    if quantized:
+        return f" (dynamically quantized layers take their scale from the whole batch: {listed(quantized)})"
+    return ""
 
 
 def _left_in_train(subject: Subject, measured: Companions | None) -> Iterator[Finding]:
