@@ -369,5 +369,9 @@ def test_check_compares_no_masked_call_with_statistics_of_everything():
     report = ns.check(model.eval(), (x, lengths))
     assert [f.code for f in report.findings if f.severity != "info"] == []
     assert {f.code for f in report.findings}.isdisjoint({"NS304", "NS405"})
+    assert report.notes == (
+        "norms.0, norms.1 were not measured: the call has a mask or lengths, and which elements count is no part of a "
+        "specification, so that outputs and statistics were compared with none",
+    )
     refused = ns.transforms.fold(model, (x, lengths))[1]
     assert not refused.done

@@ -23,6 +23,7 @@ from normscope.doctor.site import Site
 from normscope.doctor.sites import find_sites
 from normscope.doctor.source import source_of
 from normscope.doctor.subject import Subject
+from normscope.doctor.tracing.calls import MASKED
 from normscope.doctor.wording import listed
 from normscope.errors import ModelError, NormscopeError, told
 
@@ -220,6 +221,9 @@ def _notes(subject: Subject) -> list[str]:
     if getattr(subject.model, "training", False) and subject.has_data:  # a frozen script has no modes
         notes.append("the model was handed over in training mode; eval is what it is after model.eval()")
     notes += [f"{name or 'the model'} was not measured: {why}" for name, why in subject.unmeasured.items()]
+    masked = [s.name for s in subject.sites if s.spec and any(call.reason == MASKED for call in s.calls)]
+    if masked:
+        notes.append(f"{listed(masked)} {'was' if len(masked) == 1 else 'were'} not measured: {MASKED}")
     notes += [why for why in subject.runs.values() if why.startswith(runs.RAISED)]
     silent = [site.name for site in subject.sites if subject.has_data and not site.calls]
     if silent:

@@ -90,6 +90,8 @@ class Call:
     feeds: tuple[Neighbour, ...] = ()
     join: Join | None = None
     """where the site begins the branch of a pre-norm residual block: its end"""
+    reason: str = ""
+    """why ``spec`` is None though the site has one"""
 
 
 @dataclass(eq=False)

@@ -1,20 +1,16 @@
-"""Where a model normalizes: its sites, and watching them in later runs."""
+"""Where a model normalizes: its sites."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from normscope.doctor.graph_norm import GraphNorm
 from normscope.doctor.session import Session, is_training
-from normscope.doctor.site import STATE_NAMES, Call, Event, Site
+from normscope.doctor.site import STATE_NAMES, Call, Site
 from normscope.doctor.tracing.calls import NormCall, NormCalls
 from normscope.doctor.tracing.config import expected_eps
 from normscope.doctor.tracing.fused import fused_norms
@@ -136,14 +132,14 @@ def _follow(
     found: list[tuple[Node, Site, Call]] = []
     stored: set[str] = set()
 
-    def add(site: Site, node: Node, spec: NormSpec | None, mode: str) -> None:
+    def add(site: Site, node: Node, spec: NormSpec | None, mode: str, reason: str = "") -> None:
         x = node.inputs[0]
-        call = Call(0, 0, x.shape, x.dtype, x.device, x.memory_format, spec, mode)
+        call = Call(0, 0, x.shape, x.dtype, x.device, x.memory_format, spec, mode, reason=reason)
         found.append((node, sites.setdefault(site.name, site), call))
 
     def tell(call: NormCall) -> None:
         assert call.node is not None
-        add(sites.get(call.name) or _called_site(call, names), call.node, call.spec, call.mode)
+        add(sites.get(call.name) or _called_site(call, names), call.node, call.spec, call.mode, call.reason)
 
     def tell_written(norm: WrittenNorm) -> None:
         site = _written_site(norm)
@@ -243,68 +239,3 @@ def _modes_in_train(
     with contextlib.suppress(Exception):
         session.forward(args, kwargs, mode="train", watch=(calls,))
     return modes
-
-
-@contextmanager
-def _unwatched(device: str) -> Iterator[None]:
-    """What is computed inside is the doctor's own: the modes that follow the model, which cost half of it, are off."""
-    autocast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), autocast:
-        yield
-
-
-def _identified(site: Site) -> bool:
-    """A hand-written norm with a module of its own that is known by now: its calls are those of that module."""
-    return site.kind == "hand-written" and site.spec is not None
-
-
-@contextmanager
-def watch(sites: Sequence[Site], run: str, callback: Callable[[Event], None]) -> Iterator[None]:
-    """Context manager around a later forward: ``callback(Event)`` at each call of each site with a known spec.
-
-    The event's tensors are the user's own (detached unless gradients are on); running statistics are as they were
-    before the call. Autocast is off in the callback, and what it computes is not followed.
-
-    Raises:
-        Exception: what the callback raises, out of the model's forward.
-
-    Example:
-        >>> from torch import nn
-        >>> from normscope.doctor.session import Session
-        >>> with Session(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))) as session:
-        ...     sites = find_sites(session, (torch.randn(2, 3),))
-        ...     watching = watch(sites, "eval", lambda event: print(event.site.name, tuple(event.input.shape)))
-        ...     _ = session.forward((torch.randn(5, 3),), mode="eval", watch=(watching,))
-        1 (5, 4)
-    """
-    known = {site.name: site for site in sites if site.spec is not None}
-    names = next((site._names for site in known.values() if site._names is not None), None)
-    if names is None:
-        yield
-        return
-    counts: Counter[str] = Counter()
-
-    def tell(call: NormCall) -> None:
-        site = known.get(call.name)
-        if site is None or call.spec is None:
-            return
-        grad = torch.is_grad_enabled()
-        event = Event(
-            run=run,
-            site=site,
-            index=counts[call.name],
-            spec=call.spec,
-            mode=call.mode,
-            input=call.input if grad else call.input.detach(),
-            output=call.output if grad else call.output.detach(),
-            tensors=call.tensors,
-        )
-        counts[call.name] += 1
-        with _unwatched(call.input.device.type):
-            callback(event)
-
-    hidden = any(site.kind == "hidden" for site in known.values())
-    # a module whose spec is unknown is still a normalization: what it calls inside is no site of its own
-    modules = {id(site.module) for site in sites if site.kind in ("module", "node") or _identified(site)}
-    with NormCalls(names, modules, tell, hidden=hidden, keep_running=True):
-        yield

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 MASKED = (
-    "is called with a mask or lengths: which elements count is no part of a specification, so its statistics are not "
-    "compared with any"
+    "the call has a mask or lengths, and which elements count is no part of a specification, so that outputs and "
+    "statistics were compared with none"
 )
 
 
