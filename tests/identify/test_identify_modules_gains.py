@@ -116,6 +116,19 @@ def test_with_stored_statistics_they_are_refused(adds: bool, reason: str, traini
     assert found.reason.startswith(reason)
 
 
+class Halved(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def test_a_bias_that_is_added_half() -> None:
+    reason = identify_module(Halved(6), SHAPE).reason
+    assert reason is not None
+    assert reason.startswith(
+        "bias is added 0.5 times, where a bias is added once; it is near to b c ... -> c; "
+    )
+
+
 class Negative(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         return -super().forward(x)

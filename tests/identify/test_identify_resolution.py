@@ -87,6 +87,14 @@ def test_an_eps_that_follows_a_size() -> None:
         "this size"
     )
     assert told in by_features.notes
+    of_one = ns.identify(lambda x: over(x, 1e-3 * x.shape[0]), DOUBLE[:1])
+    assert ns.NormSpec("... d -> ...", eps=1e-3) in (of_one.spec, *of_one.equivalent)
+    assert of_one.notes[:2] == (
+        "what was found at a shape of more elements along short axes, or fewer along long ones, does not hold at "
+        "(1, 6, 10): something in it depends on the size. What is told here holds at that shape",
+        "axis 0 has one element in the example and is another function with more: whether statistics run over it "
+        "cannot be seen",
+    )
     neither = ns.identify(lambda x: over(x, 1e-3), DOUBLE)
     assert not said(neither, "size")
     assert "it is the same at another shape" in [e.conclusion for e in neither.evidence]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from math import prod
@@ -126,14 +127,15 @@ def identify_box(box: Box, shape: tuple[int, ...], *, layout: str | None = None)
 
 
 def _at_some_shape(f: Prober, shape: tuple[int, ...], layout: str | None) -> Identification:
-    """Probe at a shape with few elements; at the example's own where that turns out to be another function."""
+    """Probe at a shape with few elements, and several along every axis; where that turns out to be another function
+    with all elements of the example, then at its own shape."""
     with global_generators_kept():
-        try:
-            return _probed(f, shape, layout, ROOM)
-        except OnlyWhenShortened:
+        for most in (ROOM, prod(shape)) if prod(shape) > ROOM else (ROOM,):
+            with suppress(OnlyWhenShortened):
+                return _probed(f, shape, layout, most)
             f.evidence.clear()
             f.notes.clear()
-            return _probed(f, shape, layout, prod(shape))
+        return _probed(f, shape, layout, None)
 
 
 def _require_usable(shape: tuple[int, ...], layout: str | None) -> None:
@@ -144,11 +146,12 @@ def _require_usable(shape: tuple[int, ...], layout: str | None) -> None:
     names_of(layout, shape)
 
 
-def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) -> Identification:
-    """All probes in turn. Raises Contradiction with the first thing that no member does."""
+def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int | None) -> Identification:
+    """All probes in turn, at the example's shape where ``most`` is None. Raises Contradiction with the first thing that
+    no member does."""
     given = f.roundoff
     require_repeatable(f, example)
-    shape = roomy(f, example, most)
+    shape = example if most is None else roomy(f, example, most)
     find_precision(f, shape)
     pairs = [pair(f, direction(shape, seed)) for seed in range(DIRECTIONS)]
     partition = sets(f, pairs)
@@ -179,7 +182,7 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int) 
     error, resolution = _verified(f, list(dict.fromkeys([shape, example])), spec, weight, bias_value, near)
     say_other_sizes(f, partition, spec, weight, bias_value, near)
     remarks.constant_input(f, s, shape, spec)
-    remarks.say_hidden(f, shape, example)
+    remarks.say_hidden(f, shape, example, bound=most is None)
     remarks.say_resolution(f, best, error)
     if given > f.box.roundoff:
         f.notes.append("part of its arithmetic is float32: it errs by some 1e-7, and was judged by that")

@@ -71,17 +71,18 @@ def look(box: ModuleBox, training: bool, layout: str | None) -> InMode:
     level = box.set(settings)
     laws = laws_of_gains(level, {role.name: role for role in found.values() if role.kind == "gain"}, x)
     generic = generic_values(box)
-    # gains that add have no neutral values of their own
-    neutral = level.set(
-        {
-            name: generic[name] if gain.offset is None else np.full(found[name].shape, 1.0 - gain.offset)
-            for name, gain in laws.items()
-        }
-    )
+    neutral = level.set({name: _neutral(gain, generic[name]) for name, gain in laws.items()})
     own = {name: as_array(tensor) for name, tensor in tensors_of(box.module).items()}
     _, moved = box.set(generic).moved(x)
     core = identify_box(neutral, box.shape, layout=layout)
     return InMode(box, training, found, laws, neutral, core, own, generic, moved)
+
+
+def _neutral(gain: Gain, generic: Array) -> Array:
+    """Values under which a gain is 1; gains that add have none of their own, and random ones do not cancel."""
+    if gain.offset is None and gain.straight:
+        return generic
+    return np.full(generic.shape, 1.0 - (gain.offset or 0.0))
 
 
 def with_room(box: ModuleBox) -> ModuleBox:
@@ -105,16 +106,18 @@ def same_in_both(one: ModuleBox, other: ModuleBox) -> bool:
 
 
 def biases_multiplied(mode: InMode) -> str:
-    """The biases whose part in the output follows the gains: what is added before them."""
-    x, gains, found = direction(mode.box.shape, 103), mode.named("gain"), []
-    for bias in mode.named("bias") if gains else ():
+    """What is said of the biases that reach the output as multiples of themselves; "" where all are just added."""
+    x, gains, said = direction(mode.box.shape, 103), mode.named("gain"), []
+    for bias in mode.named("bias"):
         parts = []
         for value in (1.0, 2.0):
             at = mode.neutral.set({gain.name: np.full(gain.shape, value) for gain in gains})
             parts.append(at.set({bias.name: np.ones(bias.shape)})(x) - at(x))
         if np.max(np.abs(parts[1] - parts[0])) > STRAIGHT * np.max(np.abs(parts[1])):
-            found.append(bias.name)
-    return " and ".join(found)
+            said.append(f"{bias.name} is added before the gain, which multiplies it")
+        elif abs(factor := float(np.median(parts[0])) - 1.0) > STRAIGHT:
+            said.append(f"{bias.name} is added {factor + 1:g} times, where a bias is added once")
+    return " and ".join(said)
 
 
 def changes_shape(box: ModuleBox) -> str:

@@ -119,13 +119,10 @@ def _identified(module: nn.Module, example: Any, layout: str | None, training: b
     checked = verified(whole, modes, shape)
     if checked.contradiction:
         answer = replace(answer, max_error=checked.error)
-        reason = (
-            f"{names} is added before the gain, which multiplies it; "
-            if (names := biases_multiplied(here))
-            else ""
-        )
+        said = biases_multiplied(here)
+        reason = f"{said}; {checked.contradiction}" if said else checked.contradiction
         evidence = (*whole.evidence, checked.evidence)
-        return _opaque(answer, here, layout, reason + checked.contradiction, evidence)
+        return _opaque(answer, here, layout, reason, evidence)
     return _finished(answer, whole, here, module, training, checked)
 
 

@@ -77,11 +77,18 @@ def constant_input(f: Prober, s: Scan, shape: tuple[int, ...], spec: NormSpec) -
         f.notes.append("a set without spread gives NaN although there is an eps")
 
 
-def say_hidden(f: Prober, shape: tuple[int, ...], example: tuple[int, ...]) -> None:
+def say_hidden(f: Prober, shape: tuple[int, ...], example: tuple[int, ...], *, bound: bool) -> None:
+    """``bound``: at another shape it was another function."""
+    if bound:
+        f.notes.append(
+            "what was found at a shape of more elements along short axes, or fewer along long ones, does not hold at "
+            f"{example}: something in it depends on the size. What is told here holds at that shape"
+        )
+    more = "is another function with more" if bound else "takes no more"
     for dim, size in enumerate(shape):
         if size == 1:
             f.notes.append(
-                f"axis {dim} has one element in the example and takes no more: whether statistics run over it cannot "
+                f"axis {dim} has one element in the example and {more}: whether statistics run over it cannot "
                 "be seen"
             )
         elif example[dim] == 1:
