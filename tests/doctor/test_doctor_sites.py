@@ -12,11 +12,12 @@ from torch import nn
 
 from normscope.doctor.session import Session
 from normscope.doctor.site import Event, Site
-from normscope.doctor.sites import find_sites, watch
+from normscope.doctor.sites import find_sites
 from normscope.doctor.tracing.calls import NormCalls
 from normscope.doctor.tracing.collapse import WrittenNorm
 from normscope.doctor.tracing.graph import Graph
 from normscope.doctor.tracing.paths import ModuleNames
+from normscope.doctor.watching import watch
 
 
 def sites_of(model: nn.Module, *args: object, **kwargs: object) -> dict[str, Site]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from normscope.doctor.session import Session
 from normscope.doctor.site import Event, Site
-from normscope.doctor.sites import find_sites, watch
+from normscope.doctor.sites import find_sites
+from normscope.doctor.watching import watch
 
 
 def sites_of(model: nn.Module, *args: object, **kwargs: object) -> list[Site]:

@@ -30,8 +30,8 @@ from normscope.doctor.own_functions import own_functions
 from normscope.doctor.probes import Probe
 from normscope.doctor.report import NotRun
 from normscope.doctor.site import Event
-from normscope.doctor.sites import watch
 from normscope.doctor.subject import Subject
+from normscope.doctor.watching import watch
 from normscope.errors import BadInput, told
 
 MODES = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +21,12 @@ from normscope.doctor.probes.gap import GapProbe
 from normscope.doctor.probes.precision import PrecisionOfOutput
 from normscope.doctor.probes.ranges import RangeOfActivations
 from normscope.doctor.probes.statistics import Statistics
-from normscope.doctor.report import plain
 from normscope.doctor.sets import sets_of
 from normscope.doctor.site import Event
 from normscope.errors import told
 from normscope.monitor.backwards import Backwards
 from normscope.monitor.ranks import summary
+from normscope.monitor.site_look import SiteLook, add_parameters
 from normscope.monitor.watch import Hook, distance, in_backward, out_of_sight
 
 if TYPE_CHECKING:
@@ -46,50 +45,6 @@ SAME = 1e-5
 PROBES = (Statistics, GapProbe, EffectiveSamplesProbe)
 COSTLY = (RangeOfActivations, PrecisionOfOutput)
 """that a look has now and then: the second computes in float64"""
-
-
-@dataclass
-class SiteLook:
-    """One site in one look, in plain numbers. Statistics are those of the site's first forward pass in that step."""
-
-    step: int
-    site: str
-    mode: str
-    shape: tuple[int, ...]
-    dtype: str
-    calls: int = 0
-    """forward passes"""
-    recomputed: int = 0
-    """passes made in the backward pass"""
-    repeated: int = 0
-    """passes with the batch statistics of an earlier one"""
-    added: int = 0
-    """backward passes that the gradient of the step is the sum of, 0 where unknown"""
-    samples: int = 0
-    elements: int = 0
-    """of a statistic set"""
-    batch_mean: float = float("nan")
-    """root mean square over the sets"""
-    batch_variance: float = float("nan")
-    """median over the sets"""
-    running_mean: float = float("nan")
-    running_variance: float = float("nan")
-    shift: float = float("nan")
-    """batch against running means: root mean square in units of the running denominator"""
-    denominator_min: float = float("nan")
-    denominator_median: float = float("nan")
-    near_eps: float = float("nan")
-    """share of the sets whose variance is below eps"""
-    gain_min: float = float("nan")
-    gain_median: float = float("nan")
-    gain_max: float = float("nan")
-    gain_gradient: float = float("nan")
-    """root mean square of the gradient of the gain, as the optimizer saw it; NaN without one"""
-    bias_gradient: float = float("nan")
-
-    def to_dict(self) -> dict[str, Any]:
-        out: dict[str, Any] = plain({f.name: getattr(self, f.name) for f in fields(self)})
-        return out
 
 
 class Look:
@@ -274,7 +229,7 @@ class Look:
         subject.batch_size = self.samples
         for site in subject.sites:
             if site.name in self.sites:
-                _parameters(self.sites[site.name], site)
+                add_parameters(self.sites[site.name], site)
         for probe in self._started():
             if probe.name not in self._reasons:
                 try:
@@ -282,18 +237,6 @@ class Look:
                 except Exception as error:
                     self._reasons[probe.name] = f"internal error in probe {probe.name}: {told(error)}"
         return self._reasons
-
-
-def _parameters(look: SiteLook, site: Site) -> None:
-    weight, bias = site.tensors.get("weight"), site.tensors.get("bias")
-    if weight is not None and weight.numel() and site.spec is not None:
-        gain = (site.spec.weight_offset + weight.detach().float()) * site.spec.gain
-        look.gain_min, look.gain_max = float(gain.min()), float(gain.max())
-        look.gain_median = float(gain.median())
-    for name, tensor in (("gain_gradient", weight), ("bias_gradient", bias)):
-        gradient = None if tensor is None or not tensor.is_leaf else tensor.grad
-        if gradient is not None and gradient.numel():
-            setattr(look, name, float(gradient.float().square().mean().sqrt()))
 
 
 @contextmanager

@@ -21,10 +21,11 @@ from normscope.doctor.tracing.readings import Readings
 from normscope.errors import BadInput, NormscopeError, told
 from normscope.monitor import verdict
 from normscope.monitor.given import optimizers, refuse_shards, roots, strangers
-from normscope.monitor.look import Look, SiteLook
+from normscope.monitor.look import Look
 from normscope.monitor.news import News
 from normscope.monitor.ranks import Ranks, process_group
 from normscope.monitor.records import counters, record, watches
+from normscope.monitor.site_look import SiteLook
 from normscope.monitor.watch import Hook, in_backward, out_of_sight
 
 if TYPE_CHECKING:

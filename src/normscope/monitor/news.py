@@ -8,7 +8,7 @@ from typing import Any
 
 from normscope.doctor.report import Finding, severity_rank
 from normscope.errors import BadInput, told
-from normscope.monitor.look import SiteLook
+from normscope.monitor.site_look import SiteLook
 from normscope.monitor.writers import JsonLines, TensorBoard, Writer
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from normscope.doctor.probes.effective_samples import EffectiveSamples
     from normscope.doctor.site import Site
     from normscope.doctor.tracing.paths import ModuleNames
-    from normscope.monitor.look import SiteLook
+    from normscope.monitor.site_look import SiteLook
 
 
 def watches(sites: Iterable[Site], names: ModuleNames) -> tuple[dict[str, Watch], list[str]]:

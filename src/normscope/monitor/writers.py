@@ -11,7 +11,7 @@ from normscope.errors import MissingExtra
 
 if TYPE_CHECKING:
     from normscope.doctor.report import Finding
-    from normscope.monitor.look import SiteLook
+    from normscope.monitor.site_look import SiteLook
 
 SCALARS = (
     *("batch_mean", "batch_variance", "running_mean", "running_variance", "shift"),

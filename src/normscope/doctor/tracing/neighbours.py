@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from normscope.doctor.site import Neighbour
 from normscope.doctor.tracing.axes import Axes, down, up
-from normscope.doctor.tracing.dataflow import Node, Value, feature_axis_read
+from normscope.doctor.tracing.dataflow import Node, Value
+from normscope.doctor.tracing.features import feature_axis_read
 
 Chain = tuple[tuple[Node, Axes], ...]
 """operations between the site and a neighbour, nearest to the site first, with their axes"""
