@@ -128,6 +128,16 @@ def test_renorm_and_ghost_carry_all_and_come_back(to: str, given: dict[str, Any]
     assert all(torch.equal(value, back.state_dict()[key]) for key, value in model.state_dict().items())
 
 
+def test_ghosts_of_another_size_and_without_statistics() -> None:
+    ghost = own.GhostBatchNorm2d(12, size=4, updates="once")
+    new, _ = convert(net(ghost), "ghost", size=2)
+    assert (new[0].size, new[0].updates) == (2, "once")
+    assert convert(net(ghost), "ghost", size=4)[1].left[0].reason == "is a GhostBatchNorm2d already"
+    new, report = convert(net(nn.BatchNorm2d(12, track_running_stats=False)), "ghost", size=2)
+    assert new[0].running_mean is None
+    assert not report.notes
+
+
 def own_batch(model: nn.Module) -> nn.Module:
     """The same batch norm in the arithmetic of normscope.nn, in eval."""
     return convert(model, "ours")[0].eval()

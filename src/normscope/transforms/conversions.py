@@ -108,7 +108,8 @@ def make(to: str, old: Old) -> Made:
     except BadInput as error:  # an eps of 0, or positions that virtual batches cannot have
         return str(error)
     if isinstance(made, nn.Module):
-        if type(made) is type(module) and not isinstance(made, nn.GroupNorm):
+        told = isinstance(made, nn.GroupNorm) or (isinstance(made, GHOST) and repr(made) != repr(module))
+        if type(made) is type(module) and not told:
             return f"is a {type(made).__name__} already"
         _carry(module, made)
     return made
@@ -159,7 +160,8 @@ def _renorm(old: Old) -> Made:
 def _ghost(old: Old) -> Made:
     if old.dims is None:
         return UNTOLD
-    virtual = {"size": old.size, "remainder": old.remainder}
+    updates = getattr(old.module, "updates", "each")
+    virtual = {"size": old.size, "remainder": old.remainder, "updates": updates}
     return _of_batches(getattr(own, f"GhostBatchNorm{old.dims}d"), old, **virtual)
 
 

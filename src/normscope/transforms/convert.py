@@ -208,7 +208,9 @@ def _notes(
     fresh = [
         site.name
         for site in sites
-        if modules[site.path] in made and site.reading and "running_mean" not in site.reading.tensors
+        if getattr(made.get(modules[site.path]), "running_mean", None) is not None
+        and site.reading
+        and "running_mean" not in site.reading.tensors
     ]
     if not fresh:
         return ()
