@@ -114,7 +114,7 @@ def test_every_probe_that_a_rule_names_exists() -> None:
 
 
 def loaded_after(code: str) -> set[str]:
-    heavy = ("torch", "numpy", "safetensors", "rich")
+    heavy = ("torch", "torch._dynamo", "numpy", "safetensors", "rich")
     script = f"import sys\n{code}\nprint(' '.join(m for m in {heavy} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines()[-1].split()) if done.stdout.strip() else set()
@@ -134,6 +134,11 @@ def loaded_after(code: str) -> set[str]:
 )
 def test_stays_light(code: str) -> None:
     assert loaded_after(code) == set()
+
+
+def test_the_compiler_is_not_loaded_by_what_does_not_compile() -> None:
+    code = "import normscope.nn.batch_norm, normscope.functional, normscope.doctor.check, normscope.transforms"
+    assert "torch._dynamo" not in loaded_after(code)
 
 
 def test_public_names_resolve() -> None:

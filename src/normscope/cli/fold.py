@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from normscope.cli import state_output, streams
+from normscope.cli import options, state_output, streams
 from normscope.cli.frame import FINDINGS, note
 from normscope.errors import BadInput
 
@@ -25,12 +25,8 @@ def command(
     data: Path | None = typer.Option(
         None, "--data", metavar="FILE", help="A batch to check on: .npz, .npy, .pt or .safetensors."
     ),
-    input_: str | None = typer.Option(
-        None, "--input", metavar="SHAPE", help="Random input instead: 8x3x224x224, or 2x16:int64:30522."
-    ),
-    weights: Path | None = typer.Option(
-        None, "--weights", metavar="FILE", help="A state dict to load into the model: .safetensors or .pt."
-    ),
+    input_: options.Input = None,
+    weights: options.Weights = None,
     dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be folded; write nothing."),
     clone_shared: bool = typer.Option(
         False, "--clone-shared", help="Give shared layers and tied weights copies where that lets them fold."
@@ -39,8 +35,8 @@ def command(
         True, "--gains/--no-gains", help="Also fold gains of norms without stored statistics."
     ),
     center: bool = typer.Option(False, "--center", help="Also fold the centering of layer norms."),
-    json: Path | None = typer.Option(None, "--json", metavar="FILE", help="Also write the report as JSON."),
-    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
+    json: options.Json = None,
+    traceback: options.Traceback = False,
 ) -> int:
     """Fold batch norms, and gains of other norms, into the layers beside them, where the function stays as it is.
 
@@ -87,7 +83,7 @@ def command(
         if isinstance(folded, OnnxModel):
             folded.save(output)
         else:
-            state_output.write(folded, output)
+            state_output.write(folded, output, report)
         print(f"written: {output}", file=out)
     elif output is not None:
         note(f"{output} was not written: nothing was folded")
