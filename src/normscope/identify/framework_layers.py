@@ -1,6 +1,7 @@
 """Keras and Flax layers as functions in float64: in training and in evaluation, with other values where asked.
 
-The layer itself is never run: a Keras layer by a float64 twin, a Flax module by copies of its variables.
+The layer itself is never run: a Keras layer by a float64 twin, a Flax module by copies of its variables, with
+``use_fast_variance=False``, since mean(x^2) - mean(x)^2 is the same function and its rounding another question.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def _nnx(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
 
         with double_precision():
             copy = nnx.merge(graph, widened(state))
+            copy.use_fast_variance = False
             for name, value in values.items():
                 getattr(copy, VARIABLES[name])[...] = jnp.asarray(value)
             given = jnp.asarray(x, dtype=jnp.float64)
@@ -120,8 +122,7 @@ def _linen(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
         )
     unbound, variables = module.unbind()
     mode = "running_mean" in reading.tensors
-    if mode:
-        unbound = unbound.clone(use_running_average=None)
+    unbound = unbound.clone(use_fast_variance=False, **({"use_running_average": None} if mode else {}))
 
     def run(x: Array, training: bool, values: Values) -> tuple[Array, dict[str, Array]]:
         import jax.numpy as jnp

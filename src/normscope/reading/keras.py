@@ -43,6 +43,10 @@ RENORM = (
     "has renorm=True, which keeps a second pair of statistics for training and averages standard deviations. No "
     "specification holds that. normscope.nn.BatchRenorm2d is batch renormalization with one pair"
 )
+SQUARES = (
+    "on the torch backend the variance is mean(x^2) - mean(x)^2, which loses digits where the mean is large beside the "
+    "deviation, and may come out below 0"
+)
 SPECTRAL = (
     "divides a kernel by its largest singular value, found by power iteration: it has no statistic sets and is outside "
     "the family. Leave it out"
@@ -157,7 +161,11 @@ def _reading(
     synchronized: bool = False,
 ) -> Reading:
     tensors = {name: variable.value for name, variable in variables_of(layer).items()}
-    return Reading(spec, qualified_name(type(layer)), tensors, now, train, later, updates, synchronized)
+    by_moments = train == "batch" or hasattr(layer, "groups")  # batch and group norm; layer norm has a kernel
+    remarks = (SQUARES,) if by_moments and sys.modules["keras"].backend.backend() == "torch" else ()
+    return Reading(
+        spec, qualified_name(type(layer)), tensors, now, train, later, updates, synchronized, remarks
+    )
 
 
 def variables_of(layer: Any) -> dict[str, Any]:
