@@ -281,6 +281,15 @@ def test_tdbn_folds_into_the_convolution():
     torch.testing.assert_close(folded(x), model(x), **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["BNTT", "TEBN"])
+def test_what_differs_from_step_to_step_is_not_folded(name):
+    model, x = Spiking(), torch.rand(8, T, 2, 8, 8)
+    kind = {"BNTT": own.BatchNormThroughTime2d, "TEBN": own.TemporalEffectiveBatchNorm2d}[name]
+    model.norms = torch.nn.ModuleList([kind(T, 8), kind(T, 8)])
+    report = ns.transforms.fold(model.eval(), x)[1]
+    assert {change.reason for change in report.left} == {"its statistics do not lie on one axis of features"}
+
+
 def test_tebn_whose_factors_are_frozen_says_so():
     norm = own.TemporalEffectiveBatchNorm2d(T, C)
     assert ns.reading.read(norm).tensors["weight"].requires_grad

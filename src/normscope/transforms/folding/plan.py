@@ -169,6 +169,9 @@ def _stored(site: Site, call: Call, around: Surroundings, blank: Step) -> Step |
     if "batch" in (site.mode_now, site.mode_eval, call.mode):
         when = "also in evaluation" if site.mode_eval == "batch" else "since it is in training mode"
         return Obstacle(f"normalizes by the batch, {when}: its function is not linear")
+    into = {fold.into for fold in spec.properties().folds if fold.part == "norm"}
+    if not into:
+        return Obstacle("its statistics do not lie on one axis of features")
     a, b = (np.broadcast_to(value, site.tensors["running_var"].shape) for value in affine(site))
     bad = np.flatnonzero(~(np.isfinite(a) & np.isfinite(b)))
     if bad.size:
@@ -178,9 +181,6 @@ def _stored(site: Site, call: Call, around: Surroundings, blank: Step) -> Step |
             f"its scale or shift is not finite in {bad.size} of {a.size} channels, the first of them {bad[0]} "
             f"({values})"
         )
-    into = {fold.into for fold in spec.properties().folds if fold.part == "norm"}
-    if not into:
-        return Obstacle("its statistics do not lie on one axis of features")
     axis = _axis(call, site, spec.running_axes)
     variance = site.array("running_var")
     found = replace(
