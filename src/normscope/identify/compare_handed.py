@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from normscope.errors import BadInput, ModelError, NormscopeError
 from normscope.identify.compare_sides import STORED, BoxSide, ModuleSide, Side, SpecSide
+from normscope.identify.framework_side import framework_side
 from normscope.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
     """
     if isinstance(obj, NormSpec):
         return SpecSide(f"spec ({obj.stats})", obj, settable=True)
+    side = framework_side(obj, example)  # before modules: on its torch backend a Keras layer is one
+    if side is not None:
+        return side
     if _is_module(obj):
         return _module_side(obj, example, layout)
     from normscope.identify import box_of, identify
