@@ -204,6 +204,18 @@ def test_training_mode_is_batch_mode():
     assert norm.mode == "batch"
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm_without_positions_is_no_instance_norm(affine):
+    torch.manual_seed(0)
+    layer, x = randomized(nn.GroupNorm(2, 8, affine=affine)), torch.randn(4, 8)
+    (norm,) = norms(exported(layer, x))
+    assert (norm.spec.stats, dict(norm.spec.sizes)) == ("b (g c) ... -> b g", {"g": 2})
+    held = {key: norm.array(key) for key in norm.parameters}
+    y = reference.forward(x.numpy(), norm.spec, held.get("weight"), held.get("bias"))
+    # as above, of sums of 4 elements
+    np.testing.assert_allclose(y, layer(x).detach().numpy(), rtol=0, atol=16 * 2.0**-23 * 2)
+
+
 def test_group_norm_before_operator_set_21_scales_groups():
     nodes = [make_node("GroupNormalization", ["x", "w", "b"], ["y"], num_groups=2)]
     two = np.array([1, 3], np.float32)

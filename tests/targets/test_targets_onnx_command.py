@@ -112,3 +112,17 @@ def test_squares_that_a_half_precision_graph_cannot_hold(tmp_path):
     done = run("check", path, "--data", data, "--select", "NS4")
     assert done.exit_code == 1
     assert "NS404" in done.stdout
+
+
+def test_a_name_that_is_no_text_is_escaped_by_every_command(net, tmp_path):
+    path, folded = net(False), tmp_path / "folded.onnx"
+    path.write_bytes(path.read_bytes().replace(b"\x1a\x02bn", b"\x1a\x02\xfen"))  # the field name of a node
+    assert onnx.load(path).graph.node[1].name == b"\xfen"
+    listed = run("spec", path, "--format", "json")
+    assert [site["name"] for site in json.loads(listed.stdout)["sites"]] == [r"\xfen"]
+    assert [site["name"] for site in json.loads(run("check", path, "--format", "json").stdout)["sites"]] == [
+        r"\xfen"
+    ]
+    done = run("fold", path, "-o", folded)
+    assert r"done  onnx.BatchNormalization -> part of Conv: \xfen" in done.stdout
+    assert [node.op_type for node in onnx.load(folded).graph.node] == ["Conv"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from normscope.errors import BadTarget, MissingExtra, told
 from normscope.reading.graphs.constants import place_of
 from normscope.reading.graphs.graph import Graph, inlined
+from normscope.targets.onnx_text import in_text
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -59,7 +60,7 @@ def _graph(model: ModelProto, folder: Path | None, name: str) -> Graph:
         lacks = "nodes" if model.opset_import else "an operator set"
         raise BadTarget(f"{name} is no ONNX model: it has no graph with {lacks}")
     with readable(name):
-        graph = Graph(inlined(model), folder=folder)
+        graph = Graph(inlined(in_text(model)), folder=folder)
         graph.wrote_functions_out = bool(model.functions)
         for tensor in graph.stored.values():
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -69,7 +70,7 @@ def _graph(model: ModelProto, folder: Path | None, name: str) -> Graph:
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Whatever a broken graph makes fail inside is a BadTarget: its names may be no text, its numbers out of range."""
+    """Whatever a broken graph makes fail inside is a BadTarget: its nodes may lack inputs."""
     try:
         yield
     except BadTarget as error:

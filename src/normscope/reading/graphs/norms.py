@@ -153,7 +153,7 @@ def _simplified(graph: Graph, node: NodeProto) -> NormSpec:
 def _as_group_norm(norm: NodeNorm) -> NodeNorm | None:
     """(N, C, ...) seen as (N, G, rest), an instance norm of G channels without gain, and back: a group norm.
 
-    Gain and bias, (C, 1, ...), follow as a multiplication and an addition.
+    Gain and bias, (C, 1, ...), follow as a multiplication and an addition; without positions, (N, C), they are (C,).
     """
     graph = norm.graph
     before, after = graph.producer(norm.input), graph.readers(norm.output)
@@ -165,7 +165,7 @@ def _as_group_norm(norm: NodeNorm) -> NodeNorm | None:
         for name, wanted in (("weight", 1.0), ("bias", 0.0))
     )
     ndim = graph.rank(x)
-    if sizes is None or sizes.size != 3 or sizes[2] != -1 or not plain or ndim is None or ndim < 3:
+    if sizes is None or sizes.size != 3 or sizes[2] != -1 or not plain or ndim is None or ndim < 2:
         return None
     channels, samples = (graph.shapes[x][1], graph.shapes[x][0])
     groups = int(sizes[1])

@@ -116,9 +116,7 @@ def of_graph(source: Any, name: str = "") -> NormList:
     graph = read_graph(source)
     with readable(name):
         norms = tuple(
-            ListedNorm(
-                module_path(norm), _text(norm.name), tuple(norm.parameters), partial(_node, norm, name)
-            )
+            ListedNorm(module_path(norm), norm.name, tuple(norm.parameters), partial(_node, norm, name))
             for norm in node_norms(graph)
         )
     return NormList(name, GRAPH, norms)
@@ -152,14 +150,8 @@ def module_path(norm: NodeNorm) -> str:
     }
     if len(owners) == 1 and all(name.rpartition(".")[2] in ROLES for name in norm.parameters.values()):
         return owners.pop()
-    name = _text(norm.name)
-    scopes = name.strip("/").split("/")
-    return joined(scopes[:-1]) if len(scopes) > 1 else name
-
-
-def _text(name: str | bytes) -> str:
-    """Names that are no text come as bytes out of a damaged file."""
-    return name if isinstance(name, str) else name.decode(errors="replace")
+    scopes = norm.name.strip("/").split("/")
+    return joined(scopes[:-1]) if len(scopes) > 1 else norm.name
 
 
 def joined(scopes: list[str]) -> str:
