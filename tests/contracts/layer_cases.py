@@ -133,6 +133,8 @@ CASES = [
     LayerCase("PixelNorm", (2, 7, 3, 4), tensors=False),
     LayerCase("L2Norm", (4, 7), tensors=False),
     LayerCase("L2Norm", (2, 7, 3), kwargs={"dim": 1}, id="L2Norm-dim-1", tensors=False),
+    LayerCase("FilterResponseNorm1d", (3, 5, 6), (5,)),
+    LayerCase("FilterResponseNorm2d", (3, 5, 4, 2), (5, 1e-3)),
     LayerCase("FrozenBatchNorm", (3, 5, 4, 2), (5,)),
     LayerCase("FrozenBatchNorm", (6, 5), (5, 1e-3)),
     LayerCase(f"{THRESHOLD}BatchNorm1d", (3, 4, 5), (5, 0.5)),

@@ -51,9 +51,24 @@ _HOME = {
     "TemporalEffectiveBatchNorm1d": "temporal_effective_batch_norm",
     "TemporalEffectiveBatchNorm2d": "temporal_effective_batch_norm",
     "TemporalEffectiveBatchNorm3d": "temporal_effective_batch_norm",
+    "AdaptiveGroupNorm": "adaptive_group_norm",
+    "AdaptiveInstanceNorm": "adaptive_instance_norm",
+    "AdaptiveLayerNorm": "adaptive_layer_norm",
+    "ConditionalBatchNorm1d": "conditional_batch_norm",
+    "ConditionalBatchNorm2d": "conditional_batch_norm",
+    "ConditionalBatchNorm3d": "conditional_batch_norm",
+    "SpatiallyAdaptiveBatchNorm2d": "spatially_adaptive_norm",
+    "SpatiallyAdaptiveInstanceNorm2d": "spatially_adaptive_norm",
+    "FilterResponseNorm1d": "filter_response_norm",
+    "FilterResponseNorm2d": "filter_response_norm",
+    "TLU": "filter_response_norm",
+    "DynamicTanh": "dynamic_tanh",
 }
 
 if TYPE_CHECKING:
+    from normscope.nn.adaptive_group_norm import AdaptiveGroupNorm as AdaptiveGroupNorm
+    from normscope.nn.adaptive_instance_norm import AdaptiveInstanceNorm as AdaptiveInstanceNorm
+    from normscope.nn.adaptive_layer_norm import AdaptiveLayerNorm as AdaptiveLayerNorm
     from normscope.nn.batch_norm import BatchNorm1d as BatchNorm1d
     from normscope.nn.batch_norm import BatchNorm2d as BatchNorm2d
     from normscope.nn.batch_norm import BatchNorm3d as BatchNorm3d
@@ -64,6 +79,13 @@ if TYPE_CHECKING:
     from normscope.nn.batch_renorm import BatchRenorm2d as BatchRenorm2d
     from normscope.nn.batch_renorm import BatchRenorm3d as BatchRenorm3d
     from normscope.nn.channels_first_layer_norm import ChannelsFirstLayerNorm as ChannelsFirstLayerNorm
+    from normscope.nn.conditional_batch_norm import ConditionalBatchNorm1d as ConditionalBatchNorm1d
+    from normscope.nn.conditional_batch_norm import ConditionalBatchNorm2d as ConditionalBatchNorm2d
+    from normscope.nn.conditional_batch_norm import ConditionalBatchNorm3d as ConditionalBatchNorm3d
+    from normscope.nn.dynamic_tanh import DynamicTanh as DynamicTanh
+    from normscope.nn.filter_response_norm import TLU as TLU
+    from normscope.nn.filter_response_norm import FilterResponseNorm1d as FilterResponseNorm1d
+    from normscope.nn.filter_response_norm import FilterResponseNorm2d as FilterResponseNorm2d
     from normscope.nn.frozen_batch_norm import FrozenBatchNorm as FrozenBatchNorm
     from normscope.nn.ghost_batch_norm import GhostBatchNorm1d as GhostBatchNorm1d
     from normscope.nn.ghost_batch_norm import GhostBatchNorm2d as GhostBatchNorm2d
@@ -77,6 +99,12 @@ if TYPE_CHECKING:
     from normscope.nn.pixel_norm import PixelNorm as PixelNorm
     from normscope.nn.rms_norm import RMSNorm as RMSNorm
     from normscope.nn.scale_norm import ScaleNorm as ScaleNorm
+    from normscope.nn.spatially_adaptive_norm import (
+        SpatiallyAdaptiveBatchNorm2d as SpatiallyAdaptiveBatchNorm2d,
+    )
+    from normscope.nn.spatially_adaptive_norm import (
+        SpatiallyAdaptiveInstanceNorm2d as SpatiallyAdaptiveInstanceNorm2d,
+    )
     from normscope.nn.temporal_effective_batch_norm import (
         TemporalEffectiveBatchNorm1d as TemporalEffectiveBatchNorm1d,
     )

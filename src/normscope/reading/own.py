@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from normscope.reading.base import Reader, Reading, qualified_name
+from normscope.reading.by_class import refuse
 from normscope.reading.torch_nn import check_ndim, kinds, refuse_overrides, tensors_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
     if home is None:
         return None
     refuse_overrides(obj, home)
+    if why := getattr(obj, "outside_family", ""):
+        refuse(obj, why)
     if isinstance(obj, BatchState):
         return _of_batches(obj, input_ndim)
     if isinstance(obj, _NormBase):  # batch and instance norm: what is stored and when it moves is torch's
@@ -80,6 +83,13 @@ READER = Reader(
         "normscope.nn.ThresholdRMSNorm",
         "normscope.nn.BatchNormThroughTime1d/2d/3d",
         "normscope.nn.TemporalEffectiveBatchNorm1d/2d/3d",
+        "normscope.nn.AdaptiveLayerNorm",
+        "normscope.nn.AdaptiveInstanceNorm",
+        "normscope.nn.AdaptiveGroupNorm",
+        "normscope.nn.ConditionalBatchNorm1d/2d/3d",
+        "normscope.nn.SpatiallyAdaptiveBatchNorm2d",
+        "normscope.nn.SpatiallyAdaptiveInstanceNorm2d",
+        "normscope.nn.FilterResponseNorm1d/2d",
     ),
     read=_read,
 )
