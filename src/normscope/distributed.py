@@ -6,11 +6,15 @@
 
 In float64 and in a fixed order, so that every rank arrives at the same bits. Chan, Golub and LeVeque 1979, Updating
 formulae and a pairwise algorithm for computing sample variances, equation 2.1.
+
+`Moments` are of data that goes by, batch after batch; `pooled` and `summed` are the collectives within a network, whose
+tensors stay on their device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from normscope.errors import ModelError
+from normscope.errors import BadInput, ModelError, told
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,3 +187,67 @@ def _unpacked(piece: Tensor, shape: torch.Size) -> Moments:
     counts, mean, m2 = (part.reshape(shape) for part in piece.chunk(3))
     alike = bool((counts == counts.flatten()[0]).all())
     return Moments(int(counts.flatten()[0]) if alike else counts, mean, m2)
+
+
+# Within a network -------------------------------------------------------------------------------------------
+
+
+def world_of(group: Any) -> int:
+    """Ranks of a process group; 1 where torch.distributed does not run.
+
+    Raises BadInput where this rank is none of them.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    if dist.get_rank(group) < 0:
+        raise BadInput(
+            f"a rank takes part in the statistics of its own process group; rank {dist.get_rank()} is not in the one "
+            "that it was given. Give each rank the group that it is in."
+        )
+    return int(dist.get_world_size(group))
+
+
+def pooled(own: Tensor, group: Any) -> Tensor:
+    """Counts, means and sums of squared deviations (3, sets) of all ranks of ``group`` together: one collective.
+
+    Raises ModelError where a rank has gone, or does not come within the time that the group was made with.
+    """
+    parts = own.new_empty((world_of(group), *own.shape))
+    with _all_ranks(group):
+        dist.all_gather(list(parts.unbind()), own.contiguous(), group=group)
+    return of_all(parts)
+
+
+def of_all(parts: Tensor) -> Tensor:
+    """(3, sets) of parts (parts, 3, sets), each count, mean and sum of squared deviations; a part may be empty.
+
+    Means are taken about that of the largest part, so that equal means merge to exactly themselves.
+
+    >>> a, b = [[2.0], [1.5], [0.5]], [[1.0], [6.0], [0.0]]  # of (1, 2) and of (6,)
+    >>> of_all(torch.tensor([a, b], dtype=torch.float64)).flatten().tolist()
+    [3.0, 3.0, 14.0]
+    """
+    counts, means, m2s = parts.unbind(1)
+    count = counts.sum(0)
+    pivot = means.gather(0, counts.argmax(0, keepdim=True))
+    mean = (pivot + ((means - pivot) * (counts / count.clamp(min=1))).sum(0)).squeeze(0)
+    return torch.stack([count, mean, m2s.sum(0) + (counts * (means - mean).square()).sum(0)])
+
+
+def summed(values: Tensor, group: Any) -> Tensor:
+    """The sum over the ranks of ``group``, in place: one collective. Raises ModelError as `pooled`."""
+    with _all_ranks(group):
+        dist.all_reduce(values, group=group)
+    return values
+
+
+@contextmanager
+def _all_ranks(group: Any) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ModelError(
+            f"rank {dist.get_rank()} normalizes together with {world_of(group)} ranks, and one has gone or did not "
+            f"come in time: {told(error)}. Look for the first error on another rank; all must run the same norms, "
+            "forward and backward, as often."
+        ) from error

@@ -37,6 +37,8 @@ class LayerCase:
     def like(self) -> Callable[..., torch.nn.Module] | None:
         """The class of torch.nn that the layer stands in for."""
         same = isinstance(getattr(torch.nn, self.name, None), type) and "convention" not in self.kwargs
+        if self.name == "SyncBatchNorm":  # DistributedDataParallel refuses torch's on CPUs, by class
+            same = False
         return getattr(torch.nn, self.name) if same else None
 
     def make(self, **more: Any) -> torch.nn.Module:
@@ -87,6 +89,8 @@ CASES = [
     LayerCase(f"{BATCH}2d", (3, 5, 4, 2), (5,), {"affine": False}, id=f"{BATCH}2d-plain"),
     LayerCase(f"{BATCH}2d", (3, 5, 4, 2), (5,), {"track_running_stats": False}, id=f"{BATCH}2d-untracked"),
     LayerCase(f"{BATCH}3d", (2, 5, 3, 4, 2), (5,)),
+    LayerCase("SyncBatchNorm", (6, 5), (5, 1e-3, 0.3, False)),
+    LayerCase("SyncBatchNorm", (3, 5, 4, 2), (5,)),
     LayerCase(f"{RENORM}1d", (6, 5), (5,), {"r_max": 1.5, "d_max": 0.5}),
     LayerCase(f"{RENORM}1d", (4, 5, 3), (5, 1e-3, 0.3), {"averages": "variance", "r_max": 9.0, "d_max": 9.0}),
     LayerCase(f"{RENORM}2d", (3, 5, 4, 2), (5,)),

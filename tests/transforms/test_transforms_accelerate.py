@@ -494,7 +494,7 @@ def test_a_model_that_cannot_be_followed_is_told(monkeypatch: pytest.MonkeyPatch
 
 def test_sync_batch_norm_is_left() -> None:
     reason = left(nn.Sequential(nn.SyncBatchNorm(6)))
-    assert reason == "takes its statistics over all ranks, and normscope.nn has no counterpart of it"
+    assert reason == "takes its statistics over all ranks: convert(model, 'ours') makes it normscope.nn's"
 
 
 def test_a_lazy_norm_is_left_until_it_has_seen_an_input() -> None:
@@ -964,8 +964,8 @@ def test_the_report_in_words_and_in_json() -> None:
         "accelerate: 3 of 4 normalizations done",
         "  done  torch.nn.BatchNorm2d -> normscope.nn.BatchNorm2d: 0, 1",
         "  done  torch.nn.GroupNorm -> normscope.nn.GroupNorm: 3",
-        "  left  torch.nn.SyncBatchNorm: 2: takes its statistics over all ranks, and normscope.nn has no counterpart "
-        "of it",
+        "  left  torch.nn.SyncBatchNorm: 2: takes its statistics over all ranks: convert(model, 'ours') makes it "
+        "normscope.nn's",
     ]
     assert lines[4].startswith("  eval  float32: outputs moved by ")
     assert lines[4].endswith("; allowed 1.0e-05")

@@ -28,6 +28,7 @@ _HOME = {
     "GhostBatchNorm1d": "ghost_batch_norm",
     "GhostBatchNorm2d": "ghost_batch_norm",
     "GhostBatchNorm3d": "ghost_batch_norm",
+    "SyncBatchNorm": "sync_batch_norm",
     "FrozenBatchNorm": "frozen_batch_norm",
     "InstanceNorm1d": "instance_norm",
     "InstanceNorm2d": "instance_norm",
@@ -105,6 +106,7 @@ if TYPE_CHECKING:
     from normscope.nn.spatially_adaptive_norm import (
         SpatiallyAdaptiveInstanceNorm2d as SpatiallyAdaptiveInstanceNorm2d,
     )
+    from normscope.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from normscope.nn.temporal_effective_batch_norm import (
         TemporalEffectiveBatchNorm1d as TemporalEffectiveBatchNorm1d,
     )

@@ -5,6 +5,7 @@ A subclass is read as the layer that it inherits from where it overrides nothing
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from normscope.reading.base import Reader, Reading, qualified_name
@@ -31,7 +32,8 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
         return _of_batches(obj, input_ndim)
     if isinstance(obj, _NormBase):  # batch and instance norm: what is stored and when it moves is torch's
         like = next(cls for cls in home.__mro__ if cls in kinds())
-        return kinds()[like](obj, input_ndim)
+        reading = kinds()[like](obj, input_ndim)
+        return replace(reading, synchronized=True) if isinstance(obj, own.SyncBatchNorm) else reading
     spec: NormSpec = obj.spec
     low, high = spec.ndim or (spec.pattern.min_ndim, None)
     check_ndim(obj, input_ndim, low, high)
@@ -66,6 +68,7 @@ READER = Reader(
     needs="normscope.nn",
     knows=(
         "normscope.nn.BatchNorm1d/2d/3d",
+        "normscope.nn.SyncBatchNorm",
         "normscope.nn.BatchRenorm1d/2d/3d",
         "normscope.nn.GhostBatchNorm1d/2d/3d",
         "normscope.nn.InstanceNorm1d/2d/3d",

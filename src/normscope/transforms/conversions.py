@@ -19,7 +19,8 @@ BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 RENORM = (own.BatchRenorm1d, own.BatchRenorm2d, own.BatchRenorm3d)
 GHOST = (own.GhostBatchNorm1d, own.GhostBatchNorm2d, own.GhostBatchNorm3d)
-OF_BATCHES = (*BATCH, *RENORM, *GHOST, nn.SyncBatchNorm)
+SYNC = (nn.SyncBatchNorm, own.SyncBatchNorm)
+OF_BATCHES = (*BATCH, *RENORM, *GHOST, *SYNC)
 """those whose training normalizes by the batch and stores it"""
 KNOWN: tuple[type, ...] = (
     *OF_BATCHES, *INSTANCE, nn.GroupNorm,
@@ -177,9 +178,11 @@ def _sync(old: Old) -> Made:
     if not isinstance(old.module, OF_BATCHES):
         return "is no batch norm"
     module = old.module
-    return nn.SyncBatchNorm(
+    kind: Any = own.SyncBatchNorm if type(module).__module__.startswith(own.__name__) else nn.SyncBatchNorm
+    made: nn.Module = kind(
         module.num_features, module.eps, module.momentum, _affine(module), **_place(module)
     )
+    return made
 
 
 def _frozen(old: Old) -> Made:
@@ -213,7 +216,8 @@ def _counterpart(old: Old, home: Any, called: str) -> Made:
         )
         return made
     state = (module.momentum, _affine(module), module.track_running_stats)
-    made = kind(module.num_features, module.eps, *state, **_place(module))
+    over = {"process_group": module.process_group} if isinstance(module, SYNC) else {}
+    made = kind(module.num_features, module.eps, *state, **over, **_place(module))
     return made
 
 

@@ -92,7 +92,7 @@ def swap(module: nn.Module, by: Replacement) -> None:
 def _torch(module: nn.Module, found: Reading) -> Replacement | Left:
     home = next((cls for cls in type(module).__mro__ if cls in COUNTERPARTS), None)
     if found.synchronized:
-        return Left("takes its statistics over all ranks, and normscope.nn has no counterpart of it")
+        return Left("takes its statistics over all ranks: convert(model, 'ours') makes it normscope.nn's")
     if home is None:
         return Left(f"normscope.nn has no counterpart of {found.type_name}")
     ours = COUNTERPARTS[home]
