@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from normscope import Monitor
+from normscope import nn as own
 from normscope.doctor.rules import all_rules
+from normscope.doctor.tracing.calls import MASKED
 from normscope.errors import BadInput, MissingExtra
 from normscope.monitor.watch import distance
 
 torch.set_num_threads(1)
+LENGTHS = torch.tensor([5, 4, 4])
 
 
 def one_step(model: nn.Module, x: torch.Tensor, **options: object) -> Monitor:
@@ -77,6 +81,44 @@ class TestNumbers:
                 optimizer.step()
         lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines if line["kind"] == "site"] == [1, 4, 7]
+
+    @pytest.mark.parametrize("how", ["mask", "lengths", "packed"])
+    def test_a_call_in_which_not_all_elements_count_is_not_measured(self, how: str) -> None:
+        class Masked(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm, self.last = own.BatchNorm1d(4), nn.LayerNorm(4)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if how == "packed":
+                    packed = pack_padded_sequence(x.movedim(1, 2), LENGTHS, batch_first=True)
+                    return self.last(self.norm(packed).data)
+                counts = torch.arange(5) < LENGTHS[:, None]
+                given = {"lengths": LENGTHS} if how == "lengths" else {"mask": counts[:, None]}
+                return self.last(self.norm(x, **given).movedim(1, 2)[counts])
+
+        x = torch.randn(3, 4, 5)
+        x[1:, :, 4] = math.nan  # padding
+        model = Masked()
+        monitor = one_step(model, x)
+        look, report = monitor.looks["norm"], monitor.report()
+        assert (look.calls, look.mode, look.samples, look.running_variance) == (1, "batch", 3, 1.0)
+        assert math.isnan(look.batch_mean)
+        assert monitor.looks["last"].batch_variance > 0
+        assert (monitor.findings, f"norm: {MASKED}" in report.notes) == ((), True)
+        assert "NS405" in report.passed  # of the layer norm
+        model.last = nn.Identity()
+        report = one_step(model, x).report()
+        assert {"NS405", "NS402"} <= {entry.code for entry in report.not_run if entry.reason == MASKED}
+
+    def test_an_input_given_by_name_is_measured(self) -> None:
+        norm, x = nn.LayerNorm(4), torch.randn(8, 4)
+        with Monitor(norm) as monitor:
+            norm(input=x).sum().backward()
+            monitor.step()
+        # float32 sums of 4 elements: 1e-6 relative, far inside 1e-5
+        median = np.median(x.double().numpy().var(1))
+        assert monitor.looks[""].batch_variance == pytest.approx(median, rel=1e-5)
 
     def test_the_distance_of_statistics(self) -> None:
         rng = np.random.default_rng(0)

@@ -370,8 +370,20 @@ def test_check_compares_no_masked_call_with_statistics_of_everything():
     assert [f.code for f in report.findings if f.severity != "info"] == []
     assert {f.code for f in report.findings}.isdisjoint({"NS304", "NS405"})
     assert report.notes == (
-        "norms.0, norms.1 were not measured: the call has a mask or lengths, and which elements count is no part of a "
-        "specification, so that outputs and statistics were compared with none",
+        "norms.0, norms.1 were not measured: the call has a mask, lengths or a packed sequence, and which elements "
+        "count is no part of a specification, so that outputs and statistics were compared with none",
     )
     refused = ns.transforms.fold(model, (x, lengths))[1]
     assert not refused.done
+
+
+def test_a_call_with_a_packed_sequence_is_a_call():
+    class Packed(torch.nn.Sequential):
+        def forward(self, x):
+            return super().forward(pack_sequence(list(x))).data
+
+    report = ns.check(Packed(own.BatchNorm1d(6)).eval(), torch.randn(4, 3, 6))
+    assert report.notes == (
+        "0 was not measured: the call has a mask, lengths or a packed sequence, and which elements count is no part of "
+        "a specification, so that outputs and statistics were compared with none",
+    )

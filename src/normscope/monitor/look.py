@@ -23,6 +23,7 @@ from normscope.doctor.probes.ranges import RangeOfActivations
 from normscope.doctor.probes.statistics import Statistics
 from normscope.doctor.sets import sets_of
 from normscope.doctor.site import Event
+from normscope.doctor.tracing.calls import MASKED, masked_call, normalized
 from normscope.errors import told
 from normscope.monitor.backwards import Backwards
 from normscope.monitor.ranks import summary
@@ -73,6 +74,8 @@ class Look:
         self.stored: Summary = {}
         """running statistics before the site's first forward pass in training"""
         self.failed: list[str] = []
+        self.masked: dict[str, None] = {}
+        """sites with calls that were not measured, since not all elements count in them"""
         self._subject, self._readings = subject, readings
         self._kinds = PROBES + (COSTLY if costly else ())
         self._probes: list[Probe] | None = None  # started when the batch size is known
@@ -85,8 +88,8 @@ class Look:
         for site in subject.sites:
             if isinstance(site.module, nn.Module) and not isinstance(site.module, torch.jit.ScriptModule):
                 self._handles += [
-                    site.module.register_forward_pre_hook(self._hook(self._before, site)),
-                    site.module.register_forward_hook(self._hook(self._after, site)),
+                    site.module.register_forward_pre_hook(self._hook(self._before, site), with_kwargs=True),
+                    site.module.register_forward_hook(self._hook(self._after, site), with_kwargs=True),
                 ]
 
     def close(self) -> None:
@@ -110,18 +113,20 @@ class Look:
     # -- hooks ---------------------------------------------------------------------------------------------
 
     def _hook(self, work: Any, site: Site) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], *output: Any) -> None:
-            if out_of_sight() or not module.training:
+        def hook(module: nn.Module, *call: Any) -> None:
+            # taken off by a hook before it, that of the forward which ends the step, it is called once more, without
+            # the keyword arguments
+            if out_of_sight() or not self._handles or not module.training:
                 return
             try:
-                work(site, module, args, *output)
+                work(site, module, *call)
             except Exception as error:  # a fault of the monitor must not end a training
                 self.failed.append(f"{site.name or 'the model'} could not be looked at: {told(error)}")
 
         return Hook(hook)
 
-    def _before(self, site: Site, module: nn.Module, args: tuple[Any, ...]) -> None:
-        given = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    def _before(self, site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = normalized(args, kwargs)
         again = in_backward()
         if given is None or given.numel() == 0 or given.is_nested or not (again or torch.is_grad_enabled()):
             return
@@ -130,13 +135,22 @@ class Look:
             return
         if site.name not in self.sites:
             shape, dtype = tuple(given.shape), str(given.dtype).removeprefix("torch.")
-            self.sites[site.name] = SiteLook(self.step, site.name, reading.mode, shape, dtype)
+            self.sites[site.name] = SiteLook(
+                self.step, site.name, reading.mode, shape, dtype, samples=self.samples
+            )
         look = self.sites[site.name]
         look.recomputed += again
         look.calls += not again
+        masked = masked_call(args, kwargs)
+        if masked:
+            self.masked[site.name] = None
         measured = self._seen[site.name] < (1 if again else CALLS)
         compared = reading.mode == "batch" and len(self._statistics.get(site.name, ())) < REPEATS
         if not measured and not compared:
+            return
+        if masked:
+            with _apart(given.device.type):
+                self._describe_stored(look, reading.tensors(module))
             return
         with _apart(given.device.type):
             held = reading.tensors(module)
@@ -159,7 +173,9 @@ class Look:
             self._seen[site.name] += 1
             self._waiting[site.name] = event
 
-    def _after(self, site: Site, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after(
+        self, site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         event = self._waiting.pop(site.name, None)
         if event is None or not isinstance(output, torch.Tensor):
             return
@@ -201,13 +217,17 @@ class Look:
         earlier.append((sets.mean, sets.variance))
         return same
 
+    def _describe_stored(self, look: SiteLook, held: Mapping[str, torch.Tensor]) -> None:
+        mean, var = held.get("running_mean"), held.get("running_var")
+        if look.site in self.stored or mean is None or var is None:
+            return
+        self.stored[look.site] = summary(mean, var)
+        look.running_mean = float(mean.double().square().mean().sqrt())
+        look.running_variance = float(var.double().median())
+
     def _describe(self, look: SiteLook, event: Event) -> None:
-        look.samples = self.samples
+        self._describe_stored(look, event.tensors)
         mean, var = event.tensors.get("running_mean"), event.tensors.get("running_var")
-        if mean is not None and var is not None:
-            self.stored[event.site.name] = summary(mean, var)
-            look.running_mean = float(mean.double().square().mean().sqrt())
-            look.running_variance = float(var.double().median())
         sets = sets_of(event)
         if isinstance(sets, str) or event.mode not in ("batch", "input") or not sets.finite.any():
             return
@@ -230,6 +250,8 @@ class Look:
         for site in subject.sites:
             if site.name in self.sites:
                 add_parameters(self.sites[site.name], site)
+        if self.masked and not self._seen:
+            self._reasons.update(dict.fromkeys((kind.name for kind in self._kinds), MASKED))
         for probe in self._started():
             if probe.name not in self._reasons:
                 try:

@@ -16,6 +16,7 @@ from normscope.doctor.check import chosen
 from normscope.doctor.interrupts import uninterrupted
 from normscope.doctor.report import Finding, Report
 from normscope.doctor.session import Session
+from normscope.doctor.tracing.calls import MASKED
 from normscope.doctor.tracing.paths import ModuleNames
 from normscope.doctor.tracing.readings import Readings
 from normscope.errors import BadInput, NormscopeError, told
@@ -278,7 +279,7 @@ class Monitor:
 
     def _looked(self, look: Look) -> None:
         self.looks.update(look.sites)
-        self._note(look.failed)
+        self._note([*look.failed, *(f"{name or 'the model'}: {MASKED}" for name in look.masked)])
         with self._surviving("the ranks could not be compared"):
             eps = {site: float(getattr(watch.module, "eps", 0.0)) for site, watch in self._watches.items()}
             self._ranks.exchange(look.step, look.stored, eps)

@@ -7,7 +7,7 @@ while one of its functions runs, only operators that no visible function called 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 
 MASKED = (
-    "the call has a mask or lengths, and which elements count is no part of a specification, so that outputs and "
-    "statistics were compared with none"
+    "the call has a mask, lengths or a packed sequence, and which elements count is no part of a specification, so "
+    "that outputs and statistics were compared with none"
 )
 
 
@@ -140,13 +141,15 @@ class NormCalls:
     def _module_called(
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if given is None or not isinstance(output, Tensor) or self._before is None:
+        given, made = normalized(args, kwargs), output.data if isinstance(output, PackedSequence) else output
+        if given is None or not isinstance(made, Tensor) or self._before is None:
             return
         found, tensors = self._before
         bound = self._names.readings.read(frame.module, given.dim())
         # a node of a graph is called with its output beside its input
-        masked = not isinstance(frame.module, GraphNorm) and _masked(args, kwargs)
+        # beside the input some layers take what gain and bias are made of; their masks have names
+        beside = args[:1] if bound.spec is not None and bound.spec.source == "input" else args
+        masked = not isinstance(frame.module, GraphNorm) and masked_call(beside, kwargs)
         spec = bound.spec
         if spec is not None and found.mode in (
             "running",
@@ -160,7 +163,7 @@ class NormCalls:
             type_name=found.type_name,
             frame=frame,
             input=given,
-            output=output,
+            output=made,
             spec=None if masked else spec,
             reason=MASKED if masked else bound.reason,
             mode=found.mode,
@@ -259,9 +262,17 @@ class NormCalls:
             self._quiet = False
 
 
-def _masked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def normalized(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that a module was called with; of a packed sequence its elements."""
+    given = next((v for v in (*args, *kwargs.values()) if isinstance(v, (Tensor, PackedSequence))), None)
+    return given.data if isinstance(given, PackedSequence) else given
+
+
+def masked_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a module of one input got what says which elements count, as layers of normscope.nn take it."""
-    return any(value is not None for value in (*args[1:3], kwargs.get("mask"), kwargs.get("lengths")))
+    packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
+    told = (*args[1:3], kwargs.get("mask"), kwargs.get("lengths"))
+    return packed or any(value is not None for value in told)
 
 
 class _AsWritten(TorchFunctionMode):
