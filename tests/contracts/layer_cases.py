@@ -54,12 +54,18 @@ class LayerCase:
         return (2 * noise + 1).to(dtype)
 
 
+SECOND = ("running_var", "running_covariance", "running_whitening")
+"""what layers call the second thing that they store"""
+
+
 def filled(module: torch.nn.Module) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
             if tensor.is_floating_point():
                 noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+                if name == "running_covariance":  # symmetric and positive
+                    noise = noise @ noise.mT
                 tensor.copy_(0.5 + noise.abs() if name == "running_var" else 0.5 + noise)
     return module
 
@@ -69,9 +75,8 @@ def arrays(reading: Reading) -> dict[str, Any]:
     held = {name: tensor.detach().double().numpy().copy() for name, tensor in reading.tensors.items()}
     given = {name: held.get(name) for name in ("weight", "bias")}
     if "running_mean" in held:
-        given["running"] = RunningState(
-            held["running_mean"], held["running_var"], int(held.get("num_batches_tracked", 0))
-        )
+        (second,) = [held[name] for name in SECOND if name in held]
+        given["running"] = RunningState(held["running_mean"], second, int(held.get("num_batches_tracked", 0)))
     return given | {"training": reading.mode_now in ("batch", "input")}
 
 
@@ -114,6 +119,17 @@ CASES = [
         id=f"{GHOST}3d-untracked",
         tensors=False,
     ),
+    LayerCase("BatchWhitening", (9, 6), (6, 2)),
+    LayerCase("BatchWhitening", (4, 6, 5), (6, 3, 1e-3, None), {"method": "cholesky", "eps_at": "trace"}),
+    LayerCase("BatchWhitening", (3, 6, 4, 2), (6, 2, 1e-3, 0.3, False), {"state": "whitening"}),
+    LayerCase(
+        "BatchWhitening", (9, 6), (6, 2), {"track_running_stats": False}, id="BatchWhitening-untracked"
+    ),
+    LayerCase("IterNorm", (3, 6, 4, 2), (6, 3), {"bias": False}),
+    LayerCase("IterNorm", (4, 6, 5), (6, 2), {"iterations": 3, "state": "covariance"}),
+    LayerCase("GroupWhitening", (3, 6, 5), (2, 6)),
+    LayerCase("GroupWhitening", (3, 6, 4, 2), (3, 6, 1e-3), {"method": "iternorm", "eps_at": "trace"}),
+    LayerCase("GroupWhitening", (5, 8), (2, 8, 1e-3, False), {"method": "cholesky"}, tensors=False),
     LayerCase(f"{INSTANCE}1d", (3, 5, 6), (5,), {"affine": True}),
     LayerCase(f"{INSTANCE}1d", (5, 6), (5,), {"affine": True}, id=f"{INSTANCE}1d-unbatched"),
     LayerCase(f"{INSTANCE}2d", (3, 5, 4, 2), (5, 1e-3, 0.3, True, True), id=f"{INSTANCE}2d-tracked"),

@@ -27,8 +27,9 @@ def state_of(spec: NormSpec, shape: tuple[int, ...], rng: np.random.Generator) -
     mean = rng.normal(0.3, 1, stored)
     if not spec.whiten:
         return RunningState(mean, rng.uniform(0.5, 2, stored))
-    k = stored[-1]
-    factor = rng.normal(size=(*stored[:-1], k, k))
+    # the mean lives on (g c) as one axis, or on both
+    *groups, k = stored if len(stored) > 1 else (stored[0] // spec.sizes["c"], spec.sizes["c"])
+    factor = rng.normal(size=(*groups, k, k))
     return RunningState(mean, factor @ np.swapaxes(factor, -1, -2) / k + np.eye(k))
 
 

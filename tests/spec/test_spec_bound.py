@@ -36,7 +36,7 @@ from normscope.spec import NormSpec, PatternError, Running, families
         (families.batch_norm_through_time(), (4, 8, 3, 5, 5), (4, 3), None, (4, 3), 200),
         (families.weight_standardization(), (16, 3, 3, 3), None, None, None, 27),
         (families.weight_norm(), (16, 3), (16,), None, None, 3),
-        (families.batch_whitening(4), (8, 12, 5), (12,), (12,), (3, 4), 40),
+        (families.batch_whitening(4), (8, 12, 5), (12,), (12,), (12,), 40),
     ],
 )
 def test_sizes_follow(spec, shape, weight, bias, running, set_size) -> None:

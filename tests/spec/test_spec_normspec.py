@@ -81,7 +81,7 @@ def test_different_specs_have_different_lines(a: NormSpec, b: NormSpec) -> None:
         (
             families.batch_whitening(4, method="iternorm", iterations=7, state="whitening", eps_at="trace"),
             "b (g c) ... -> g c, c=4; centered; iternorm over c, biased, 7 iterations; "
-            "eps 1e-05 of the mean eigenvalue; weight (g c); bias (g c); running momentum 0.1, biased; "
+            "eps 1e-05 of the mean eigenvalue; weight (g c); bias (g c); running momentum 0.1, biased, over (g c); "
             "stored whitening matrix",
         ),
         (

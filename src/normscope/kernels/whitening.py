@@ -31,9 +31,8 @@ def by_batch(view: Elementary, centered: Tensor, count: int | Tensor) -> Tensor:
 
 def by_state(view: Elementary, numerator: Tensor, stored: Tensor) -> Tensor:
     """W times ``numerator``, with stored covariances (or stored W) of each group."""
-    return _apply(
-        stored if view.spec.whiten_state == "whitening" else matrices(view, stored), numerator, view
-    )
+    w = stored if view.spec.whiten_state == "whitening" else matrices(view, semidefinite(stored))
+    return _apply(w, numerator, view)
 
 
 def to_store(view: Elementary, centered: Tensor, count: int | Tensor, correction: float) -> Tensor:
@@ -81,7 +80,9 @@ def matrices(view: Elementary, s: Tensor) -> Tensor:
     - ``zca``: S^(-1/2), the symmetric one.
     - ``cholesky``: L^-1 with S = L L^T, lower triangular.
     - ``iternorm``: Newton's steps towards S^(-1/2), P <- (3 P - P^3 S / t) / 2 from P = 1, and W = P / sqrt(t) with t
-      the trace of S (Huang et al. 2019, algorithm 1).
+      the trace of S (Huang et al. 2019, algorithm 1). M = P^2 S / t is carried along, so that P <- P (3 - M) / 2: the
+      same numbers, but roundings do not grow from step to step (Guo and Higham 2006, A Schur-Newton method for the
+      matrix p-th root and its inverse).
     """
     spec, k = view.spec, s.shape[-1]
     one = torch.eye(k, dtype=s.dtype, device=s.device)
@@ -91,9 +92,10 @@ def matrices(view: Elementary, s: Tensor) -> Tensor:
     s = torch.where(sound, s, one)  # LAPACK refuses what is not finite
     if spec.scale == "iternorm":
         trace = s.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-        p = one.expand(s.shape)
+        p, m = one.expand(s.shape), s / trace
         for _ in range(spec.iterations):
-            p = (3 * p - p @ p @ p @ s / trace) / 2
+            step = (3 * one - m) / 2
+            p, m = p @ step, step @ m @ step
         w = p / trace.sqrt()
     elif spec.scale == "cholesky":
         root, failed = torch.linalg.cholesky_ex(s)
@@ -103,6 +105,19 @@ def matrices(view: Elementary, s: Tensor) -> Tensor:
     else:
         w = inverse_root(s)
     return w.masked_fill(~sound, nan)
+
+
+def semidefinite(s: Tensor) -> Tensor:
+    """Covariances as they were before float32 rounded them: a rounding of the largest is more than a small eps, and can
+    leave a negative eigenvalue, which no variance is. Those that have none stay bit for bit.
+
+    >>> semidefinite(torch.tensor([[[1.0, 0.0], [0.0, -1e-3]], [[2.0, 1.0], [1.0, 2.0]]])).flatten().tolist()
+    [1.0, 0.0, 0.0, 0.0, 2.0, 1.0, 1.0, 2.0]
+    """
+    sound = torch.isfinite(s).all(-1).all(-1)[:, None, None]
+    values, vectors = torch.linalg.eigh(s.masked_fill(~sound, 0.0))
+    nearest = (vectors * values.clamp(min=0)[:, None, :]) @ vectors.mT
+    return torch.where(values[:, :1, None] < 0, nearest, s)
 
 
 def inverse_root(s: Tensor) -> Tensor:

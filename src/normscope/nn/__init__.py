@@ -25,6 +25,9 @@ _HOME = {
     "BatchRenorm1d": "batch_renorm",
     "BatchRenorm2d": "batch_renorm",
     "BatchRenorm3d": "batch_renorm",
+    "BatchWhitening": "batch_whitening",
+    "IterNorm": "iter_norm",
+    "GroupWhitening": "group_whitening",
     "GhostBatchNorm1d": "ghost_batch_norm",
     "GhostBatchNorm2d": "ghost_batch_norm",
     "GhostBatchNorm3d": "ghost_batch_norm",
@@ -79,6 +82,7 @@ if TYPE_CHECKING:
     from normscope.nn.batch_renorm import BatchRenorm1d as BatchRenorm1d
     from normscope.nn.batch_renorm import BatchRenorm2d as BatchRenorm2d
     from normscope.nn.batch_renorm import BatchRenorm3d as BatchRenorm3d
+    from normscope.nn.batch_whitening import BatchWhitening as BatchWhitening
     from normscope.nn.channels_first_layer_norm import ChannelsFirstLayerNorm as ChannelsFirstLayerNorm
     from normscope.nn.conditional_batch_norm import ConditionalBatchNorm1d as ConditionalBatchNorm1d
     from normscope.nn.conditional_batch_norm import ConditionalBatchNorm2d as ConditionalBatchNorm2d
@@ -92,9 +96,11 @@ if TYPE_CHECKING:
     from normscope.nn.ghost_batch_norm import GhostBatchNorm2d as GhostBatchNorm2d
     from normscope.nn.ghost_batch_norm import GhostBatchNorm3d as GhostBatchNorm3d
     from normscope.nn.group_norm import GroupNorm as GroupNorm
+    from normscope.nn.group_whitening import GroupWhitening as GroupWhitening
     from normscope.nn.instance_norm import InstanceNorm1d as InstanceNorm1d
     from normscope.nn.instance_norm import InstanceNorm2d as InstanceNorm2d
     from normscope.nn.instance_norm import InstanceNorm3d as InstanceNorm3d
+    from normscope.nn.iter_norm import IterNorm as IterNorm
     from normscope.nn.l2_norm import L2Norm as L2Norm
     from normscope.nn.layer_norm import LayerNorm as LayerNorm
     from normscope.nn.pixel_norm import PixelNorm as PixelNorm

@@ -12,7 +12,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Float32Statistics(nn.Module):
-    """Mixin: ``running_mean`` and ``running_var`` stay float32 where the module is made in or cast to a half type.
+    """Mixin: running statistics stay float32 where the module is made in or cast to a half type.
 
     An average in bfloat16 (8 bits) stands still once a step is below half its spacing: with momentum 0.1, when the
     batch is within 2 % of it; and float16 overflows at a variance of 65,520. Everything else is cast as asked, and
@@ -20,19 +20,21 @@ class Float32Statistics(nn.Module):
     """
 
     float32_statistics: bool = True
+    statistics: tuple[str, str] = ("running_mean", "running_var")
+    """names of the buffers: what is subtracted, and what divides"""
     running_mean: Tensor | None
     running_var: Tensor | None
 
     def _keep_statistics(self) -> None:
         """Bring half statistics (of a constructor's dtype, or assigned from a state dict) to float32."""
-        for name in ("running_mean", "running_var"):
+        for name in self.statistics:
             held = getattr(self, name)
             if self.float32_statistics and held is not None and held.dtype in HALF:
                 setattr(self, name, held.float())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Behind ``.to``, ``.half``, ``.cuda`` and the like: statistics move, but are never rounded to a half type."""
-        statistics = {id(self.running_mean), id(self.running_var)} if self.float32_statistics else set()
+        statistics = {id(getattr(self, name)) for name in self.statistics if self.float32_statistics}
 
         def moved(tensor: Tensor) -> Tensor:
             result = fn(tensor)

@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 
 from normscope.functional import normalize
 from normscope.kernels import composite
+from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.masking import filled
 from normscope.spec import NormSpec, RunningState
 
@@ -27,7 +28,8 @@ def by_batch_or_stored(
     What is stored follows in training where ``layer.track_running_stats`` is set, and the counter with it. Under a mask
     without a True element nothing moves.
     """
-    mean, var = layer.running_mean, layer.running_var
+    names = getattr(layer, "statistics", Float32Statistics.statistics)
+    mean, var = getattr(layer, names[0]), getattr(layer, names[1])
     counter = layer.num_batches_tracked if layer.training and layer.track_running_stats else None
     state = None
     if mean is not None and var is not None and (layer.track_running_stats or not layer.training):

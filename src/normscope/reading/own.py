@@ -21,6 +21,7 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
 
     import normscope.nn as own
     from normscope.nn.batch_state import BatchState
+    from normscope.nn.batch_whitening import BatchWhiteningState
 
     home = next((cls for cls in type(obj).__mro__ if getattr(own, cls.__name__, None) is cls), None)
     if home is None:
@@ -28,7 +29,7 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
     refuse_overrides(obj, home)
     if why := getattr(obj, "outside_family", ""):
         refuse(obj, why)
-    if isinstance(obj, BatchState):
+    if isinstance(obj, (BatchState, BatchWhiteningState)):
         return _of_batches(obj, input_ndim)
     if isinstance(obj, _NormBase):  # batch and instance norm: what is stored and when it moves is torch's
         like = next(cls for cls in home.__mro__ if cls in kinds())
@@ -42,13 +43,16 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
 
 
 def _of_batches(obj: Any, input_ndim: int | None) -> Reading:
-    """Layers that torch lacks, with torch's state: by the batch in training, by what is stored in evaluation."""
+    """Layers that torch lacks, with state: by the batch in training, by what is stored in evaluation."""
     spec: NormSpec = obj.spec
     check_ndim(obj, input_ndim, *spec.ndim or (2, None))
     stored = obj.running_mean is not None
     later = "running" if stored else "batch"
     moves = stored and obj.track_running_stats
     tensors = tensors_of(obj)
+    if stored:
+        second = obj.statistics[1]  # the variance, or a matrix of each group
+        tensors[second] = getattr(obj, second)
     if hasattr(obj, "by_step"):  # what it multiplies by is made of its parameters
         made = zip(("weight", "bias"), obj.by_step(), strict=True)
         learned = obj.scale.requires_grad
@@ -71,6 +75,9 @@ READER = Reader(
         "normscope.nn.SyncBatchNorm",
         "normscope.nn.BatchRenorm1d/2d/3d",
         "normscope.nn.GhostBatchNorm1d/2d/3d",
+        "normscope.nn.BatchWhitening",
+        "normscope.nn.IterNorm",
+        "normscope.nn.GroupWhitening",
         "normscope.nn.InstanceNorm1d/2d/3d",
         "normscope.nn.LayerNorm",
         "normscope.nn.ChannelsFirstLayerNorm",

@@ -104,7 +104,7 @@ def batch_whitening(
     is ``"zca"`` (W = S^(-1/2); Huang et al. 2018, decorrelated batch norm), ``"cholesky"`` (W = L^-1, S = L
     L^T; Siarohin, Sangineto and Sebe 2019) or ``"iternorm"`` (Newton's iteration; Huang et al. 2019).
     ``state`` is what is stored: ``"covariance"`` or ``"whitening"`` (the matrix W). Shapes: x (B, G *
-    group_size, ...), parameters (G * group_size,).
+    group_size, ...), parameters and stored mean (G * group_size,), stored matrices (G, group_size, group_size).
 
     >>> spec = batch_whitening(4, method="iternorm")
     >>> str(spec.pattern), spec.whiten, spec.bind((8, 12, 5)).weight_shape
@@ -121,5 +121,5 @@ def batch_whitening(
         whiten_state=state,
         eps=eps,
         eps_at=eps_at,
-        running=Running(momentum=momentum, correction=0) if running else None,
+        running=Running(momentum=momentum, correction=0, over="(g c)") if running else None,
     )

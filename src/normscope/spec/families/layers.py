@@ -112,6 +112,39 @@ def group_norm(
     )
 
 
+def group_whitening(
+    groups: int,
+    *,
+    method: str = "zca",
+    iterations: int = 5,
+    eps: float = 1e-5,
+    eps_at: str = "variance",
+    weight: bool = True,
+    bias: bool = True,
+) -> NormSpec:
+    """Group whitening: the groups of a sample's channels decorrelated over what is in a group, positions too.
+
+    y = weight * W (x - mean) + bias, W S W^T = 1 for S = covariance + eps I, a matrix of groups by groups a sample.
+    ``method`` as for `batch_whitening`. Group norm is its diagonal. Shapes: x (B, G * C, ...), parameters (G * C,).
+    Source: Huang, Zhou, Liu and Shao 2021, Group Whitening, equations 7 and 8.
+
+    >>> spec = group_whitening(4)
+    >>> str(spec.pattern), spec.whiten, spec.bind((8, 12, 5)).set_size
+    ('b (g c) ... -> b g', 'g', 15)
+    """
+    return NormSpec(
+        "b (g c) ... -> b g",
+        sizes={"g": groups},
+        weight="(g c)" if weight else None,
+        bias="(g c)" if bias else None,
+        scale=method,
+        whiten="g",
+        iterations=iterations,
+        eps=eps,
+        eps_at=eps_at,
+    )
+
+
 def instance_norm(
     *,
     eps: float | None = 1e-5,
