@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import normscope as ns
 from normscope.spec import RunningState
@@ -113,6 +114,22 @@ def spiking(rank: int) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": own.grad, "mean": running.mean, "var": running.var}
 
 
+class Recomputed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(super().forward, x, use_reentrant=False)
+        assert isinstance(y, Tensor)
+        return y
+
+
+def accumulated(rank: int) -> dict[str, Tensor]:
+    """Two micro-batches and one update, under checkpoints, whose recomputations meet in collectives too."""
+    model = Recomputed(layer(torch.float64), nn.ReLU())
+    with ns.nn.accumulating(model, 2):
+        for x in batches()[:2]:
+            model(mine(x.repeat(1, 3, 1), rank).requires_grad_()).square().sum().backward()
+    return {name: t.clone() for name, t in model[0].named_buffers()}
+
+
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
@@ -140,6 +157,8 @@ def main(rank: int, folder: Path) -> None:
     model = DistributedDataParallel(ns.nn.SyncBatchNorm.convert_sync_batchnorm(model))
     data = [mine(batch, rank) for batch in batches()]
     found["trained"] = train(model, data, WORLD / sum(SIZES))
+
+    found["accumulated"] = accumulated(rank)
 
     value = x.detach().requires_grad_()
     y = layer(double)(value).square().sum()

@@ -181,6 +181,15 @@ def test_ten_steps_of_distributed_data_parallel(ranks: list[dict[str, Any]]) -> 
     assert wanted["1.num_batches_tracked"] == 10
 
 
+def test_accumulation_merges_micro_batches_and_ranks(ranks: list[dict[str, Any]]) -> None:
+    norm = ns.nn.BatchNorm1d(CHANNELS, 1e-3, 0.3, dtype=torch.float64)
+    norm.load_state_dict(layer(torch.float64).state_dict())
+    norm(torch.cat(batches()[:2]).repeat(1, 3, 1))
+    for rank in ranks:
+        for name, wanted in norm.named_buffers():
+            torch.testing.assert_close(rank["accumulated"][name], wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_compiled_around_the_collective(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks[:2]:
         assert torch.equal(rank["compiled"], rank["eager"])
