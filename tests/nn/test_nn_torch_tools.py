@@ -20,6 +20,27 @@ def test_convert_sync_batchnorm_takes_ours_along():
     assert torch.equal(synced[1].running_mean, torch.full((4,), 2.0))
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [own.BatchRenorm2d(4), own.GhostBatchNorm2d(4, size=2), own.ThresholdBatchNorm2d(4)],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_convert_sync_batchnorm_makes_no_batch_norm_of_what_is_none(norm):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(norm))
+    with pytest.raises(BadInput) as caught:
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert str(caught.value) == (
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm would put a plain batch norm, another function, in the place of "
+        f"{norm!r}. Leave it out: convert the submodules around it, one by one, and leave sync_batchnorm off in a "
+        "trainer. (Norms before it in this model are converted by now.)"
+    )
+    assert model[1][0] is norm
+    assert isinstance(
+        norm, nn.modules.batchnorm._BatchNorm
+    )  # what freezes, re-estimates and exempts batch norms
+    assert (list(norm.named_children()), list(norm.modules())) == ([], [norm])
+
+
 def test_fuse_conv_bn():
     conv, norm = nn.Conv2d(3, 4, 1).eval(), own.BatchNorm2d(4).eval()
     norm.running_mean.fill_(0.5)

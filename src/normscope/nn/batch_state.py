@@ -4,7 +4,8 @@
 
 What a batch does in training is each layer's own (`_by_batch`). They inherit from the base class of torch's batch norms
 and of SyncBatchNorm, so that code which re-estimates, freezes or exempts batch norms finds them, and not from
-``torch.nn.BatchNorm2d``, which they are not.
+``torch.nn.BatchNorm2d``, which they are not. The one that would turn them into batch norms, convert_sync_batchnorm, is
+refused.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.masking import Lengths, by_element, filled, valid
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, Unscriptable, leaf
+from normscope.nn.torch_tools import Proxy, Unscriptable, Unsynchronized, leaf
 from normscope.spec import NormSpec, RunningState, families
 
 
-class BatchState(Unscriptable, Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNorm):
+class BatchState(
+    Unscriptable, Unsynchronized, Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNorm
+):
     """Base of `BatchRenorm1d` and `GhostBatchNorm1d` and their kind."""
 
     _ndim: tuple[int, int]

@@ -1,4 +1,4 @@
-"""torch.fx and torch.jit.script: what they see of a layer.
+"""torch.fx, torch.jit.script and convert_sync_batchnorm: what they see of a layer.
 
 A layer is a leaf to symbolic tracing, as torch's own are by the name of their package: the graph calls the module,
 under every tracer. torch.jit.script compiles torch's own code in a layer that torch has; the other layers refuse.
@@ -6,7 +6,8 @@ under every tracer. torch.jit.script compiles torch's own code in a layer that t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NoReturn, cast
 
@@ -59,3 +60,27 @@ def refuse_script(layer: nn.Module) -> NoReturn:
         f"torch.jit.script takes those layers of normscope.nn that torch.nn has too; got {layer!r}. "
         "Use torch.export."
     )
+
+
+class Unsynchronized(nn.Module):
+    """Mixin of layers with the state of torch's batch norm, and its base class, that compute something else.
+
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm makes a plain batch norm of whatever has that class, without a word.
+    It asks each module for its children, and there the layer refuses; nobody else who asks is refused.
+    """
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """None, as of any layer.
+
+        Raises BadInput where torch is making a synchronized batch norm of this layer.
+        """
+        if sys._getframe(1).f_code is _CONVERSION:
+            raise BadInput(
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm would put a plain batch norm, another function, in the "
+                f"place of {self!r}. Leave it out: convert the submodules around it, one by one, and leave "
+                "sync_batchnorm off in a trainer. (Norms before it in this model are converted by now.)"
+            )
+        return super().named_children()
+
+
+_CONVERSION = cast(Any, nn.SyncBatchNorm.convert_sync_batchnorm).__func__.__code__
