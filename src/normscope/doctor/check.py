@@ -14,6 +14,7 @@ from normscope.doctor import arguments, independence, runs, stored_sites
 from normscope.doctor.identified import identify_written
 from normscope.doctor.judging import judge
 from normscope.doctor.nested import named_inputs
+from normscope.doctor.norm_free import norm_free
 from normscope.doctor.portraits import measurements
 from normscope.doctor.probes import all_probes
 from normscope.doctor.report import Report, SiteRow, severity_rank
@@ -127,6 +128,7 @@ def check(
         portraits = measurements(subject)
         notes = _notes(subject)
         notes += [reasons[p.name] for p in probes if p.rides and "internal error" in reasons.get(p.name, "")]
+    notes += norm_free(session.modules)
     notes += session.notes
     notes += [f"could not be verified as untouched: {what}" for what in session.unverified]
     return Report(

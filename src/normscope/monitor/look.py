@@ -141,7 +141,7 @@ class Look:
         look = self.sites[site.name]
         look.recomputed += again
         look.calls += not again
-        masked = masked_call(args, kwargs)
+        masked = masked_call(args, kwargs, reading.spec)
         if masked:
             self.masked[site.name] = None
         measured = self._seen[site.name] < (1 if again else CALLS)

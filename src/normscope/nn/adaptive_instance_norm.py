@@ -56,10 +56,10 @@ class AdaptiveInstanceNorm(Unscriptable):
         self,
         input: Tensor,
         style: Tensor,
+        *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         fill: str = "zero",
-        *,
         style_mask: Tensor | None = None,
     ) -> Tensor:
         """The statistics of each sample, in training as in evaluation. Masks: see `normscope.nn.masking`."""

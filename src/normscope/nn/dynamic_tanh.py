@@ -41,7 +41,6 @@ class DynamicTanh(Unscriptable):
     """
 
     outside_family = "is no normalization: weight * tanh(alpha * x) + bias maps every element on its own"
-    norm_free = "Dynamic Tanh"
 
     def __init__(
         self,

@@ -172,8 +172,6 @@ class TLU(Unscriptable):
     tensor([[0., 2.]], grad_fn=...)
     """
 
-    outside_family = "is an activation, max(x, tau), and has no statistics"
-
     def __init__(self, num_features: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         (self.num_features,) = sizes("TLU", "num_features", num_features, "Give the size of axis 1.")

@@ -24,7 +24,7 @@ def _read(obj: Any, input_ndim: int | None) -> Reading | None:
     from normscope.nn.batch_whitening import BatchWhiteningState
 
     home = next((cls for cls in type(obj).__mro__ if getattr(own, cls.__name__, None) is cls), None)
-    if home is None:
+    if home in (None, own.TLU):  # an activation
         return None
     refuse_overrides(obj, home)
     if why := getattr(obj, "outside_family", ""):

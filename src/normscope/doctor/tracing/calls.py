@@ -146,11 +146,9 @@ class NormCalls:
             return
         found, tensors = self._before
         bound = self._names.readings.read(frame.module, given.dim())
-        # a node of a graph is called with its output beside its input
-        # beside the input some layers take what gain and bias are made of; their masks have names
-        beside = args[:1] if bound.spec is not None and bound.spec.source == "input" else args
-        masked = not isinstance(frame.module, GraphNorm) and masked_call(beside, kwargs)
         spec = bound.spec
+        # a node of a graph is called with its output beside its input
+        masked = not isinstance(frame.module, GraphNorm) and masked_call(args, kwargs, spec)
         if spec is not None and found.mode in (
             "running",
             "frozen",
@@ -268,10 +266,14 @@ def normalized(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
     return given.data if isinstance(given, PackedSequence) else given
 
 
-def masked_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a module of one input got what says which elements count, as layers of normscope.nn take it."""
+def masked_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: NormSpec | None = None) -> bool:
+    """Whether a module got what says which elements count, as layers of normscope.nn take it.
+
+    Where gain and bias come with the call, so by its ``spec``, they stand beside the input, and a mask has its name.
+    """
     packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
-    told = (*args[1:3], kwargs.get("mask"), kwargs.get("lengths"))
+    beside = () if spec is not None and spec.source == "input" else args[1:3]
+    told = (*beside, kwargs.get("mask"), kwargs.get("lengths"))
     return packed or any(value is not None for value in told)
 
 
