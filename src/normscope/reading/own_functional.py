@@ -46,8 +46,9 @@ def _normalize(
     running: Any = None,
     training: bool = True,
     mask: Tensor | None = None,
+    group: Any = None,
 ) -> CallReading | None:
-    if mask is not None:  # the elements that count are no part of a spec
+    if mask is not None or group is not None:  # which elements count, here or elsewhere, is no part of a spec
         return None
     held = {"weight": weight, "bias": bias}
     if running is not None:
