@@ -61,7 +61,8 @@ class Modulated(nn.Module):
         elif classes is not None:
             (size,) = sizes(name, "classes", classes, fix)
             self.modulation = nn.Embedding(size, 2 * features, device=device, dtype=dtype)
-        self._reset_modulation()
+        if zero or classes is not None:  # else it is as torch made it
+            self._reset_modulation()
 
     def _reset_modulation(self) -> None:
         """Scale 1 - offset and shift 0 whatever the condition, so that a new layer is the norm alone; with
