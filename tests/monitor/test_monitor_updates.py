@@ -13,8 +13,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 
 import normscope
-from normscope import Monitor
+from normscope import Monitor, check
 from normscope.doctor.report import Finding
+from normscope.reading import Reading
+from normscope.spec import families
 
 torch.set_num_threads(1)
 UPDATES = ["NS310", "NS315"]
@@ -590,3 +592,36 @@ def test_a_forward_that_raises_counts_for_nothing(guard: Callable[[], object]) -
                 model(torch.randn(2, 5, 9, 9))
             train(model, optimizer, steps=1)
     assert told(monitor) == []
+
+
+def test_a_module_that_says_what_it_is_may_name_its_tensors_as_it_likes() -> None:
+    class Stated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(4))
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("spread", torch.ones(4))
+
+        def __normscope__(self, input_ndim: int | None) -> Reading:
+            held = {"weight": self.gain, "running_mean": self.mean, "running_var": self.spread}
+            now = "batch" if self.training else "running"
+            spec = families.batch_norm(bias=False)
+            return Reading(spec, "Stated", held, now, "batch", "running", ("train",))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.batch_norm(x, self.mean, self.spread, self.gain, None, self.training)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Stated()), torch.randn(64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, 1) as monitor:
+        for _ in range(6):
+            model(x).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(5 * x + 10)  # moves the statistics
+    assert monitor.looks["1"].running_variance > 1
+    assert "NS315" in {finding.code for finding in monitor.report().findings}
+    report = check(model.eval(), x)
+    assert [site.spec is not None for site in report.sites] == [True]
+    assert "NS405" in report.passed

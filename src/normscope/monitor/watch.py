@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from normscope.doctor.session import _ALONE
+from normscope.reading import read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -239,6 +240,9 @@ def distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], eps: floa
 
 def _values(module: nn.Module) -> tuple[Tensor, Tensor]:
     mean, var = getattr(module, "running_mean", None), getattr(module, "running_var", None)
+    if mean is None and var is None:  # the module says itself what it stores, under other names
+        held = read(module).tensors
+        mean, var = held.get("running_mean"), held.get("running_var")
     mean = torch.zeros_like(var) if mean is None else mean  # type: ignore[arg-type]
     var = torch.ones_like(mean) if var is None else var
     return mean.detach().clone(), var.detach().clone()

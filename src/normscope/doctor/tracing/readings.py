@@ -24,10 +24,12 @@ class ModuleReading:
     mode: str
     names: tuple[str, ...]
     """of the tensors that it holds"""
+    again: Callable[[], dict[str, Tensor]] | None = None
+    """reads them anew, where they are no attributes of these names"""
 
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """As they are now: buffers may have been bound to others, and parametrized weights are computed anew."""
-        return {name: getattr(module, name) for name in self.names}
+        return self.again() if self.again else {name: getattr(module, name) for name in self.names}
 
 
 class Readings:
@@ -52,4 +54,6 @@ def _read(module: nn.Module, ndim: int | None) -> ModuleReading:
         found = read(module, input_ndim=ndim)
     except (UnknownNormalization, ValueError) as error:
         return ModuleReading(None, str(error), type(module).__name__, "input", ())
-    return ModuleReading(found.spec, "", found.type_name, found.mode_now, tuple(found.tensors))
+    held = all(getattr(module, name, None) is tensor for name, tensor in found.tensors.items())
+    again = None if held else lambda: read(module, input_ndim=ndim).tensors
+    return ModuleReading(found.spec, "", found.type_name, found.mode_now, tuple(found.tensors), again)
