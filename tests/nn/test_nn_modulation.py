@@ -184,6 +184,10 @@ def test_batch_statistics_are_of_what_counts():
     for tensor in (x, scale):
         assert torch.isfinite(tensor.grad).all()
         assert not tensor.grad[~mask.expand(tensor.shape)].any()
+    by_length = own.SpatiallyAdaptiveInstanceNorm2d(2)(x, scale=scale, shift=shift, lengths=[4, 2, 3])
+    assert torch.equal(
+        by_length, own.SpatiallyAdaptiveInstanceNorm2d(2)(x, scale=scale, shift=shift, mask=mask)
+    )
     filled = norm.eval()(x, scale=scale, shift=shift, mask=mask, fill="bias")
     assert torch.equal(filled[~mask.expand(3, 2, 4, 4)], shift[~mask.expand(3, 2, 4, 4)])
 

@@ -18,7 +18,7 @@ from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps, sizes
 from normscope.nn.conditional_batch_norm import GivenAffineBatchNorm
-from normscope.nn.masking import valid
+from normscope.nn.masking import Lengths, valid
 from normscope.nn.modulation import modulated, modulated_leaf
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
@@ -107,8 +107,8 @@ class SpatiallyAdaptiveBatchNorm2d(_Maps, GivenAffineBatchNorm):
         hidden=128; kernel_size=3: of the convolutions.
         eps=1e-5; momentum=0.1 (None: the plain average of all batches); track_running_stats=True; device, dtype;
         float32_statistics=True: running statistics stay float32 in a half module.
-    Called ``layer(x, labels)``, or ``layer(x, scale=scale, shift=shift)``. With ``mask=`` statistics are over the
-    elements that count, and the output is 0 elsewhere.
+    Called ``layer(x, labels)``, or ``layer(x, scale=scale, shift=shift)``. With ``mask=`` or ``lengths=`` (along the
+    last axis) statistics are over the elements that count, and the output is 0 elsewhere.
     Shapes: labels (N, label_channels, any H, any W); scale and shift as x; statistics (C,). Input and output float16,
     bfloat16, float32 or float64. State dict: running_mean, running_var, num_batches_tracked, and of the paper's code
     ``mlp_shared.0``, ``mlp_gamma`` and ``mlp_beta``; its ``param_free_norm.running_mean`` and so on are loaded too.
@@ -157,14 +157,19 @@ class SpatiallyAdaptiveBatchNorm2d(_Maps, GivenAffineBatchNorm):
         scale: Tensor | None = None,
         shift: Tensor | None = None,
         mask: Tensor | None = None,
+        lengths: Lengths | None = None,
         fill: str = "zero",
     ) -> Tensor:
         """By the batch in training and where no statistics are stored, by the stored ones else."""
         if isinstance(input, Proxy):
-            return modulated_leaf(self, input, fill, labels=labels, scale=scale, shift=shift, mask=mask)
+            return modulated_leaf(
+                self, input, fill, labels=labels, scale=scale, shift=shift, mask=mask, lengths=lengths
+            )
         self._check_shape(input)
         scale, shift = self._maps(input, labels, scale, shift)
-        counts = None if mask is None else valid(type(self).__name__, input, mask, None)
+        counts = None
+        if mask is not None or lengths is not None:
+            counts = valid(type(self).__name__, input, mask, lengths)
         return self._modulated(input, scale, shift, counts, fill)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -221,11 +226,14 @@ class SpatiallyAdaptiveInstanceNorm2d(Unscriptable, _Maps):
         scale: Tensor | None = None,
         shift: Tensor | None = None,
         mask: Tensor | None = None,
+        lengths: Lengths | None = None,
         fill: str = "zero",
     ) -> Tensor:
         """The statistics of each sample, in training as in evaluation. Masks: see `normscope.nn.masking`."""
         if isinstance(input, Proxy):
-            return modulated_leaf(self, input, fill, labels=labels, scale=scale, shift=shift, mask=mask)
+            return modulated_leaf(
+                self, input, fill, labels=labels, scale=scale, shift=shift, mask=mask, lengths=lengths
+            )
         name = type(self).__name__
         if input.dim() != 4 or input.shape[1] != self.num_features:
             raise BadInput(
@@ -233,7 +241,9 @@ class SpatiallyAdaptiveInstanceNorm2d(Unscriptable, _Maps):
                 f"{tuple(input.shape)}. Move the channels to axis 1 (x.movedim), or make the layer for x.shape[1]."
             )
         scale, shift = self._maps(input, labels, scale, shift)
-        counts = None if mask is None else valid(name, input, mask, None)
+        counts = None
+        if mask is not None or lengths is not None:
+            counts = valid(name, input, mask, lengths)
         bare = _spec(self.eps, False)
         return modulated(
             input, lambda x: normalize(x, bare, mask=counts), scale, shift, self.offset, counts, fill
