@@ -8,7 +8,7 @@ under a tiny eps) excuses much, and an ordinary one next to nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,9 +17,13 @@ from normscope.errors import ModelError
 from normscope.identify.compare_half import SHARE, HalfGap, half_gap
 from normscope.identify.compare_result import HALVES, largest_difference
 from normscope.identify.compare_sides import STORED, Side
+from normscope.reference.axes import locate
+from normscope.reference.moments import moments
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from normscope.spec import NormSpec
 
     Array = NDArray[np.float64]
     Values = Mapping[str, Array]
@@ -36,7 +40,9 @@ class Gap:
     y_a: Array
     y_b: Array
     allowed: float
-    """what rounding explains"""
+    """what rounding explains, where ``excuse`` is 1"""
+    excuse: Array | float = 1.0
+    """how many times as much it explains at an element"""
     half: HalfGap | None = None
     """in half precision, where not sizes but shares of elements tell: one last bit may be off anywhere"""
 
@@ -46,7 +52,7 @@ class Gap:
 
     @property
     def real(self) -> bool:
-        return self.size > self.allowed
+        return largest_difference(self.y_a / self.excuse, self.y_b / self.excuse) > self.allowed
 
 
 def gap(
@@ -66,15 +72,15 @@ def gap(
         half = half_gap(a, b, x, x_b, back, mode, values)
         if half is None:
             raise ModelError(f"{a.name} or {b.name} cannot be asked in {HALVES[mode].dtype}")
-        return Gap("output", half.y_a, half.y_b, -np.inf if half.off.mean() > SHARE else np.inf, half)
+        return Gap("output", half.y_a, half.y_b, -np.inf if half.off.mean() > SHARE else np.inf, half=half)
     y_a, y_b = a.output(x, mode, va), b.output(x_b, mode, vb).transpose(back)
     size = float(np.abs(np.concatenate([y_a.ravel(), y_b.ravel()])).max(initial=0.0, where=_finite(y_a, y_b)))
     roundoff = max(a.roundoff, b.roundoff)
-    least = TIMES * roundoff * size * (1 + _level(x) ** 2)
-    seen = largest_difference(y_a, y_b)
-    if seen <= least:
-        return Gap("output", y_a, y_b, least)
-    allowed = least
+    levels = np.maximum(_levels(x, a.spec or b.spec), _levels(x_b, b.spec or a.spec).transpose(back))
+    found = Gap("output", y_a, y_b, TIMES * roundoff * size, 1 + levels**2)
+    if not found.real:
+        return found
+    allowed, seen = found.allowed, largest_difference(y_a, y_b)
     signs = np.random.default_rng(1)
     for _ in range(2):
         off = 1 + 2 * roundoff * signs.choice([-1.0, 1.0], x.shape)
@@ -82,21 +88,38 @@ def gap(
             a.output(x * off, mode, va),
             b.output(x_b * off.transpose(np.argsort(back)), mode, vb).transpose(back),
         )
-        allowed = max(
-            allowed, *(TIMES * largest_difference(y, was) for y, was in zip(moved, (y_a, y_b), strict=True))
+        changes = (
+            largest_difference(y / found.excuse, was / found.excuse)
+            for y, was in zip(moved, (y_a, y_b), strict=True)
         )
+        allowed = max(allowed, *(TIMES * change for change in changes))
         if np.isinf(seen) and not np.isinf(largest_difference(*moved)):
             allowed = (
                 np.inf
             )  # a number against none, on this very input only: 0/0 in one, rounding in the other
-    return Gap("output", y_a, y_b, allowed if not np.isinf(allowed) or np.isinf(seen) else np.inf)
+    return replace(found, allowed=allowed if not np.isinf(allowed) or np.isinf(seen) else np.inf)
 
 
-def _level(x: Array) -> float:
-    """|mean| over spread: E[x^2] - E[x]^2 is off by its square, in units of the roundoff, and is no other function."""
+def _levels(x: Array, spec: NormSpec | None) -> Array:
+    """|mean| over denominator of the statistic set that each element belongs to, or of all where no specification says.
+
+    E[x^2] - E[x]^2 is off by its square, in units of the roundoff, and is no other function. What one set excuses does
+    not excuse the others.
+    """
+    labels, sets, eps = np.zeros(x.size, dtype=np.int64), 1, 0.0
+    if spec is not None:
+        try:
+            axes = locate(spec, x.shape)
+        except ValueError:  # a shape that only the other side takes
+            return _levels(x, None)
+        labels = axes.label(axes.kept)
+        sets = int(labels.max(initial=0)) + 1
+        eps = (spec.eps or 0.0) ** (1 if "variance" in spec.eps_at else 2)
     with np.errstate(all="ignore"):
-        spread = float(x.std())
-        return float(abs(x.mean()) / spread) if spread > 0 else 0.0
+        found = moments(x.ravel(), labels, sets, np.ones(x.size, dtype=np.bool_))
+        square = np.divide(found.mean**2, found.variance + eps, where=found.variance > 0, out=np.zeros(sets))
+    levels: Array = np.sqrt(np.nan_to_num(square, posinf=0.0))[labels].reshape(x.shape)
+    return levels
 
 
 def _finite(y_a: Array, y_b: Array) -> NDArray[np.bool_]:
