@@ -225,6 +225,7 @@ def test_dynamic_tanh_is_listed_and_nothing_is_said_of_it():
     report = ns.check(nn.Sequential(*layers).eval(), torch.randn(SAMPLES, 6, 8))
     assert not report.findings
     assert not report.sites
+    assert not ns.check_state(nn.Sequential(*layers).state_dict()).sites
     assert report.notes == (
         "1, 2 are norm-free (Dynamic Tanh, which takes no statistics): no rule looks at them",
     )

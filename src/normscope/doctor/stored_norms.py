@@ -10,7 +10,7 @@ a vector weight alone, under a norm's name             an RMS norm, or a layer n
 =====================================================  ================================================================
 
 The bias of a linear layer or a convolution stands beside a matrix, and the weight of a PReLU, or the scale of a branch,
-under no norm's name: none of them is taken.
+under no norm's name: none of them is taken. Nor are the weight and bias beside an alpha of one number, a Dynamic Tanh.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def find_norms(state: Mapping[str, Stored]) -> Search:
     """Every norm of a state dict, in its order."""
     groups: dict[str, dict[str, Stored]] = {}
     quantized: dict[str, None] = {}
+    bounded: set[str] = set()
     for name, tensor in state.items():
         path, _, last = name.rpartition(".")
         role = ROLES.get(last)
@@ -88,6 +89,8 @@ def find_norms(state: Mapping[str, Stored]) -> Search:
             owner = path.rpartition(".")[0] if path.endswith((".weight", ".bias")) else path
             if last in ("qweight", "weight_q") and says(owner) is not None:
                 quantized[owner] = None
+            if last == "alpha" and tensor.size == 1:
+                bounded.add(path)
             continue
         group = groups.setdefault(path, {})
         if role not in group or role == last:  # weight before gamma, where a block holds both
@@ -95,6 +98,8 @@ def find_norms(state: Mapping[str, Stored]) -> Search:
     norms, vectors = [], []
     for path, group in groups.items():
         norm = _norm(path, group)
+        if norm is not None and path in bounded and not norm.has_statistics:
+            continue
         if norm is not None:
             norms.append(norm)
         elif set(group) == {"weight"} and _vector(group["weight"]) and group["weight"].size > 1:
