@@ -25,7 +25,8 @@ both_modes = pytest.mark.parametrize("training", [True, False], ids=["train", "e
 
 
 def test_every_layer_is_held_to_the_contract():
-    assert {case.name for case in (*CASES, *COMPUTED)} == set(own.__all__) - {"accumulating"}
+    layers = {name for name in own.__all__ if isinstance(getattr(own, name), type)}
+    assert {case.name for case in (*CASES, *COMPUTED)} == layers
 
 
 def tolerance(case: LayerCase, spec: NormSpec) -> float:
@@ -208,6 +209,8 @@ def test_empty_batch_as_torch_does(case, training):
 def test_empty_batch_gives_an_empty_output(case):
     if case.name.startswith("InstanceNorm") and case.tensors:
         pytest.skip("torch has no instance norm with parameters of no samples")
+    if case.name == "WeightStandardization":
+        pytest.skip("takes a weight, which has no samples")
     layer = case.make().eval()
     empty = [0 if axis == case.samples else size for axis, size in enumerate(case.shape)]
     assert layer(torch.zeros(empty)).shape == torch.Size(empty)

@@ -57,7 +57,7 @@ FAMILIES: dict[str, tuple[NormSpec, tuple[int, ...]]] = {
     "l2_normalize": (families.l2_normalize(), (4, 7)),
     "tf_l2_normalize": (families.tf_l2_normalize(), (4, 7)),
     "weight_standardization": (families.weight_standardization(), (4, 3, 5)),
-    "scaled_weight_standardization": (families.scaled_weight_standardization(15), (4, 3, 5)),
+    "scaled_weight_standardization": (families.scaled_weight_standardization(), (4, 3, 5)),
     "weight_norm": (families.weight_norm(), (4, 3, 5)),
     "zca": (families.batch_whitening(3), (8, 6, 5)),
     "zca, stored matrix": (families.batch_whitening(3, state="whitening"), (8, 6, 5)),

@@ -162,6 +162,7 @@ def test_most_of_the_family_is_served() -> None:
             unserved[name] = reason
     assert unserved == {
         "batch_renorm": "renormalization reads the stored statistics in training",
+        "scaled_weight_standardization": "the sum of squares of centered values",
         "tf_l2_normalize": "eps at 'max_variance'",
     }
 

@@ -75,7 +75,7 @@ def test_sizes_turn_laws() -> None:
         (families.batch_norm(eps=0.0), "exact"),
         (families.rms_norm(eps=None), "approximate"),
         (families.l2_normalize(), "above eps"),
-        (families.scaled_weight_standardization(27), "above eps"),
+        (families.scaled_weight_standardization(), "above eps"),
         (families.weight_norm(), "exact"),
         (families.batch_whitening(4, eps_at="trace"), "exact"),
         (families.batch_renorm(), "none"),

@@ -27,6 +27,9 @@ _HOME = {
     "BatchRenorm3d": "batch_renorm",
     "BatchWhitening": "batch_whitening",
     "IterNorm": "iter_norm",
+    "WeightStandardization": "standardized_weight",
+    "weight_standardization": "standardized_weight",
+    "remove_weight_standardization": "standardized_weight",
     "GroupWhitening": "group_whitening",
     "GhostBatchNorm1d": "ghost_batch_norm",
     "GhostBatchNorm2d": "ghost_batch_norm",
@@ -114,6 +117,11 @@ if TYPE_CHECKING:
     from normscope.nn.spatially_adaptive_norm import (
         SpatiallyAdaptiveInstanceNorm2d as SpatiallyAdaptiveInstanceNorm2d,
     )
+    from normscope.nn.standardized_weight import WeightStandardization as WeightStandardization
+    from normscope.nn.standardized_weight import (
+        remove_weight_standardization as remove_weight_standardization,
+    )
+    from normscope.nn.standardized_weight import weight_standardization as weight_standardization
     from normscope.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from normscope.nn.temporal_effective_batch_norm import (
         TemporalEffectiveBatchNorm1d as TemporalEffectiveBatchNorm1d,

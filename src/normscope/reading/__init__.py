@@ -27,12 +27,13 @@ def readers() -> tuple[Reader, ...]:
     return tuple(module.READER for module in modules if hasattr(module, "READER"))
 
 
-def spec_of(obj: Any, *, input_ndim: int | None = None) -> NormSpec:
+def spec_of(obj: Any, *, input_ndim: int | None = None, parameter: str | None = None) -> NormSpec:
     """The specification of a normalization: axes, variance, eps and every other convention.
 
     Arguments: ``obj``, a module of torch.nn, a torchvision-style ``FrozenBatchNorm2d`` or an ``onnx.NodeProto``;
     ``input_ndim``, the number of axes of its input where that changes the meaning: an instance norm reads (C, L) as
-    one sample, and some ONNX attributes count axes from the front.
+    one sample, and some ONNX attributes count axes from the front; ``parameter``, the name of a parameter of a torch
+    module, for the weight norm or weight standardization of that parameter.
 
     Raises UnknownNormalization for anything else, and where a subclass computes something of its own.
 
@@ -40,7 +41,13 @@ def spec_of(obj: Any, *, input_ndim: int | None = None) -> NormSpec:
     >>> spec = spec_of(torch.nn.BatchNorm2d(8, eps=1e-3))
     >>> spec.stats, spec.eps, spec.running.momentum
     ('b c ... -> c', 0.001, 0.1)
+    >>> spec_of(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 3)), parameter="weight").scale
+    'l2'
     """
+    if parameter is not None:
+        from normscope.reading.parameters import parameter_spec
+
+        return parameter_spec(obj, parameter)
     return read(obj, input_ndim=input_ndim).spec
 
 

@@ -78,6 +78,7 @@ READER = Reader(
         "normscope.nn.BatchWhitening",
         "normscope.nn.IterNorm",
         "normscope.nn.GroupWhitening",
+        "normscope.nn.WeightStandardization",
         "normscope.nn.InstanceNorm1d/2d/3d",
         "normscope.nn.LayerNorm",
         "normscope.nn.ChannelsFirstLayerNorm",

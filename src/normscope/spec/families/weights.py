@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import sqrt
-
 from normscope.spec.normspec import NormSpec
 
 STATS = "o i ... -> o"
@@ -32,26 +30,19 @@ def biased_weight_standardization(*, eps: float = 1e-10) -> NormSpec:
     return NormSpec(STATS, eps=eps)
 
 
-def scaled_weight_standardization(
-    fan_in: int, *, gamma: float = 1.0, eps: float = 1e-4, weight: bool = True
-) -> NormSpec:
+def scaled_weight_standardization(*, gamma: float = 1.0, eps: float = 1e-4, weight: bool = True) -> NormSpec:
     """Scaled weight standardization: unit variance of the output for unit variance of the input.
 
-    w' = weight * gamma * (w - mean) / sqrt(max(fan_in * var, eps)) with the biased variance; weight (O,). As
-    sqrt(max(n v, eps)) = sqrt(n) sqrt(max(v, eps / n)) it is written with gain gamma / sqrt(n) and floor eps
-    / n. ``gamma`` is the constant of the activation (1.7139588594436646 for ReLU). Source: Brock, De and
-    Smith 2021; eps and the floor as in Brock et al. 2021 (NFNet).
+    w' = weight * gamma * (w - mean) / sqrt(max(sum((w - mean)^2), eps)); weight (O,). The sum is n times the biased
+    variance, n the fan-in, as the papers write it. ``gamma`` is the constant of the activation (1.7139588594436646
+    for ReLU). Source: Brock, De and Smith 2021; eps and the floor as in Brock et al. 2021 (NFNet).
 
-    >>> spec = scaled_weight_standardization(27)
-    >>> round(spec.gain, 4), spec.eps_at
-    (0.1925, 'max_variance')
+    >>> spec = scaled_weight_standardization()
+    >>> spec.scale, spec.eps_at
+    ('l2', 'max_variance')
     """
     return NormSpec(
-        STATS,
-        weight="o" if weight else None,
-        eps=eps / fan_in,
-        eps_at="max_variance",
-        gain=gamma / sqrt(fan_in),
+        STATS, weight="o" if weight else None, scale="l2", eps=eps, eps_at="max_variance", gain=gamma
     )
 
 
