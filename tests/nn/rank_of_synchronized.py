@@ -169,9 +169,6 @@ def main(rank: int, folder: Path) -> None:
         found["outside"] = caught(
             lambda: layer(double, process_group=dist.GroupMember.NON_GROUP_MEMBER).ranks
         )
-        compiled, eager = (layer(double, process_group=own) for _ in range(2))
-        found["compiled"] = step(torch.compile(compiled, backend="eager"), x.detach(), grad)["y"]
-        found["eager"] = step(eager, x.detach(), grad)["y"]
     torch.save(found, folder / f"{rank}.pt")
 
     late = {}

@@ -174,11 +174,13 @@ def test_a_recomputation_that_stops_in_the_norm(kind: type[nn.Module]) -> None:
 def test_compiled_with_breaks_at_the_norms() -> None:
     model = nn.Sequential(nn.Linear(6, 6), ns.nn.BatchNorm1d(6)).double()
     eager = copy.deepcopy(model)
+    torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     with accumulating(model, 2), accumulating(eager, 2):
         for seed in range(4):
             x = batch(5, 6, seed=seed)
             assert torch.equal(compiled(x), eager(x))
+    torch._dynamo.reset()  # what was compiled decides which sizes are left open later
     assert all(map(torch.equal, model.buffers(), eager.buffers()))
     assert model[1].num_batches_tracked == 2
 

@@ -6,6 +6,7 @@ knows nothing of other ranks, and nothing of gradients.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from normscope.kernels import dispatch, library
 from normscope.kernels.composite import Moments
 from normscope.kernels.elementary import Elementary, wide
 from normscope.kernels.formulas import DBIAS, DWEIGHT
-from normscope.kernels.layout import call
+from normscope.kernels.layout import Call, call
 from normscope.spec import NormSpec
 from normscope.spec.pattern import ELLIPSIS
 
@@ -70,8 +71,7 @@ class Native(Plain):
 
     def __init__(self, view: Elementary) -> None:
         super().__init__(view)
-        kept = " ".join(view.spec.pattern.kept)
-        codes = call(NormSpec(view.spec.stats, weight=kept, bias=kept, eps=1.0), view.x.dim())
+        codes = _call(view.spec, view.x.dim())
         self.codes = (codes.axes, codes.split, codes.options)
 
     @staticmethod
@@ -85,7 +85,7 @@ class Native(Plain):
             and view.x.is_cpu
             and view.x.dtype in dispatch.DTYPES
             and view.x.numel() > 0
-            and not call(NormSpec(view.spec.stats), view.x.dim()).unserved
+            and not _call(view.spec, view.x.dim()).unserved
         )
 
     def share(self) -> Share:
@@ -114,6 +114,13 @@ class Native(Plain):
             dy, None, t, stats, None, *self.codes, 0.0, 1.0, 0.0, DWEIGHT | DBIAS
         )
         return total.double(), along.double()
+
+
+@lru_cache(maxsize=1024)
+def _call(spec: NormSpec, ndim: int) -> Call:
+    """The codes of the sets of a specification, each with a weight and a bias of its own."""
+    kept = " ".join(spec.pattern.kept)
+    return call(NormSpec(spec.stats, weight=kept, bias=kept), ndim)
 
 
 def arithmetic(view: Elementary) -> Plain:

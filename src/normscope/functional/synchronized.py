@@ -11,7 +11,7 @@ Gradients of weight and bias are of what a rank holds, as DistributedDataParalle
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,11 +20,10 @@ from torch.autograd import Function
 
 from normscope.distributed import pooled, summed
 from normscope.errors import BadInput
+from normscope.functional.moved import moved
 from normscope.functional.outside_programs import outside_programs
 from normscope.functional.shares import Plain, arithmetic
-from normscope.kernels.composite import Moments
-from normscope.kernels.elementary import Elementary, divisor, shape_on, wide
-from normscope.kernels.follow import follow
+from normscope.kernels.elementary import Elementary, shape_on
 from normscope.spec import NormSpec, RunningState
 
 
@@ -45,16 +44,16 @@ def synchronized(
     """
     _check(spec)
     view = Elementary.of(input, spec, mask)
-    local = arithmetic(view)
-    flat = [_flat(kind, value, view) for kind, value in (("weight", weight), ("bias", bias))]
-    if flat[0] is not None:
-        flat[0] = (flat[0] + spec.weight_offset) * spec.gain
-    elif spec.gain != 1:
-        flat[0] = torch.full((), spec.gain, dtype=wide(view.x), device=view.x.device).expand(_sets(view))
-    y, table = over_ranks(view.x, *flat, local, view.eps, group)
+    for kind, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            _fits(kind, value, view)
+    y, table = over_ranks(view.x, weight, bias, arithmetic(view), group)
     if state is not None and spec.running is not None:
-        count, mean, m2 = (row.reshape(local.kept) for row in table)
-        follow(state, view, OfRanks(count, mean, y, m2), spec.running.momentum)
+        momentum = spec.running.momentum
+        fraction = 1 / (state.batches + 1) if momentum is None else momentum
+        correction = float(spec.running.correction)
+        whose = f"{spec.stats!r} in an input of shape {tuple(input.shape)}"
+        state.batches += moved(state.mean, state.var, table, fraction, correction, whose, "all ranks")
     return view.close(y)
 
 
@@ -63,24 +62,25 @@ class OverRanks(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        local: Plain,
-        eps: float,
-        group: Any,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, local: Plain, group: Any
     ) -> tuple[Tensor, Tensor]:
+        spec = local.view.spec
         t, own, scale = local.share()
         table = pooled(own, group)
         count, mean, m2 = table
         count = count.clamp(min=1)
-        root = (m2 / count + eps).sqrt()
+        root = (m2 / count + local.view.eps).sqrt()
         a, c = scale / root, (own[1] - mean) / root  # xhat = a t + c
-        gain, shift = (a, c) if weight is None else (a * weight, c * weight)
-        y = local.affine(t, gain, shift if bias is None else shift + bias)
-        ctx.save_for_backward(t, weight, count, root, a, c)
+        factor = (
+            None if weight is None else (weight.flatten().to(root.dtype) + spec.weight_offset) * spec.gain
+        )
+        if weight is None and spec.gain != 1:
+            factor = torch.full_like(root, spec.gain)
+        gain, shift = (a, c) if factor is None else (a * factor, c * factor)
+        y = local.affine(t, gain, shift if bias is None else shift + bias.flatten())
+        ctx.save_for_backward(t, factor, count, root, a, c)
         ctx.local, ctx.group = local, group
+        ctx.like = [None if p is None else (p.shape, p.dtype) for p in (weight, bias)]
         ctx.mark_non_differentiable(table)
         return y, table
 
@@ -91,37 +91,40 @@ class OverRanks(Function):
                 "a norm over several ranks has first derivatives only; got a backward pass with create_graph=True. "
                 "Normalize without a group there, or by stored statistics (eval())."
             )
-        t, weight, count, root, a, c = ctx.saved_tensors
+        t, factor, count, root, a, c = ctx.saved_tensors
         total, along = ctx.local.sums(dy, t)
         along = a * along + c * total  # sum(dy xhat) of this rank
         totals, alongs = summed(torch.stack([total, along]), ctx.group) / count
-        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
         dx = None
-        if for_x:
-            slope = 1 / root if weight is None else weight / root
-            dx = ctx.local.combined(dy, t, slope, -slope * alongs * a, -slope * (alongs * c + totals))
-        return dx, along if for_weight else None, total if for_bias else None, None, None, None
+        if ctx.needs_input_grad[0]:
+            slope = 1 / root if factor is None else factor / root
+            q = slope * alongs
+            dx = ctx.local.combined(dy, t, slope, -q * a, -slope * totals - q * c)
+        sums = (along * ctx.local.view.spec.gain, total)
+        dweight, dbias = (
+            value.view(like[0]).to(like[1]) if like is not None and wanted else None
+            for value, like, wanted in zip(sums, ctx.like, ctx.needs_input_grad[1:3], strict=True)
+        )
+        return dx, dweight, dbias, None, None
 
 
 over_ranks: Callable[..., tuple[Tensor, Tensor]] = OverRanks.apply
 
 
-@dataclass(frozen=True)
-class OfRanks(Moments):
-    """Moments of all ranks, as running statistics follow them."""
-
-    m2: Tensor
-
-    def variance(self, view: Elementary, correction: float) -> Tensor:
-        return self.m2 / divisor(self.count, correction)
-
-
+@lru_cache(maxsize=1024)
 def _check(spec: NormSpec) -> None:
     by_samples = "b" in {axis for group in spec.pattern.left for axis in group} - set(spec.pattern.kept)
     virtual = spec.remainder != "error" or "v" in spec.pattern.kept
     renorm = spec.running is not None and spec.running.renorm is not None
-    usual = spec.scale == "std" and spec.center and spec.eps_at == "variance" and not spec.correction
-    if not by_samples or virtual or renorm or not usual or spec.cast.weight != "before":
+    usual = (
+        not spec.whiten
+        and spec.scale == "std"
+        and spec.center
+        and spec.eps_at == "variance"
+        and not spec.correction
+    )
+    elsewhere = spec.running is not None and spec.running_axes.split() != list(spec.pattern.kept)
+    if elsewhere or not by_samples or virtual or renorm or not usual or spec.cast.weight != "before":
         raise BadInput(
             "normalize(group=) merges means and variances of norms whose sets run over the samples 'b', centered, with "
             "the biased variance and eps under the root, without virtual batches and renormalization; got "
@@ -129,10 +132,7 @@ def _check(spec: NormSpec) -> None:
         )
 
 
-def _flat(kind: str, value: Tensor | None, view: Elementary) -> Tensor | None:
-    """A parameter as one value a set."""
-    if value is None:
-        return None
+def _fits(kind: str, value: Tensor, view: Elementary) -> None:
     where = getattr(view.spec, kind)
     kept = " ".join(view.spec.pattern.kept)
     wanted = shape_on(kept, view.axes)
@@ -141,8 +141,3 @@ def _flat(kind: str, value: Tensor | None, view: Elementary) -> Tensor | None:
             f"normalize(group=) takes a {kind} on the kept axes {kept!r}, of shape {wanted}; got one of shape "
             f"{tuple(value.shape)} on {where!r}. Multiply and add outside."
         )
-    return value.flatten().to(wide(view.x))
-
-
-def _sets(view: Elementary) -> int:
-    return int(torch.Size([axis.size for axis in view.axes if axis.kept]).numel())

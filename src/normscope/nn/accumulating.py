@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from normscope.distributed import of_all, pooled, world_of
 from normscope.errors import BadInput
+from normscope.functional.moved import moved
 from normscope.functional.outside_programs import outside_programs
 from normscope.functional.shares import arithmetic
 from normscope.kernels.elementary import Elementary
@@ -221,21 +222,13 @@ def _move(name: str, norm: Any, spec: NormSpec, table: Tensor) -> None:
     group = getattr(norm, "process_group", None)
     if isinstance(norm, (SyncBatchNorm, nn.SyncBatchNorm)) and world_of(group) > 1:
         table = pooled(table, group)
-    count, mean, m2 = (row.reshape(norm.running_mean.shape) for row in table)
-    counter = norm.num_batches_tracked
-    correction = getattr(norm, "running_correction", 1)
-    some = count > 0
-    if bool((some & (count <= correction)).any()):
-        raise BadInput(
-            f"a stored variance divides by M - {correction}; got {name or 'the model itself'} with M = 1 in all "
-            "micro-batches of a step together. Take larger batches."
-        )
-    fraction = norm.momentum
+    counter, fraction = norm.num_batches_tracked, norm.momentum
     if fraction is None:  # without a counter nothing moves, as in torch
         fraction = 0.0 if counter is None else 1 / (1 + int(counter))
-    variance = m2 / (count - correction).clamp(min=1)
-    for run, batch in ((norm.running_mean, mean), (norm.running_var, variance)):
-        moved = (1 - fraction) * run.to(batch.dtype) + fraction * batch
-        run.copy_(torch.where(some, moved, run.to(batch.dtype)))
+    correction = getattr(norm, "running_correction", 1)
+    whose = name or "the model itself"
+    some = moved(
+        norm.running_mean, norm.running_var, table, fraction, correction, whose, "all micro-batches of a step"
+    )
     if counter is not None:
-        counter.add_(some.any())
+        counter.add_(some)
