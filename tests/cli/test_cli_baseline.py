@@ -423,6 +423,7 @@ def test_explain_and_its_exit_code(folder: Path) -> None:
 
 
 def test_fix_writes_one_file(folder: Path) -> None:
+    from safetensors import safe_open
     from safetensors.torch import load_file
 
     before = set(folder.iterdir()) | {folder / "__pycache__"}
@@ -430,6 +431,9 @@ def test_fix_writes_one_file(folder: Path) -> None:
     assert "to load it, build conv with bias=False" in done.stderr, done.output
     assert set(folder.iterdir()) - before == {folder / "fixed.safetensors"}
     assert "conv.bias" not in load_file(folder / "fixed.safetensors")
+    with safe_open(folder / "fixed.safetensors", "pt") as file:
+        made = json.loads(file.metadata()["normscope"])
+    assert (made["command"], [site["after"] for site in made["sites"]]) == ("fix NS501", ["without bias"])
     (folder / "fixed.safetensors").unlink()
     none = run("basemodels:worse", "--fix", "NS104", "-o", "fixed.safetensors")
     assert 'in your code: model.get_submodule("last").eps = 1e-05' in none.stderr

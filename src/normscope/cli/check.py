@@ -235,7 +235,7 @@ def _fixed(report: Report, codes: tuple[str, ...], loaded: Loaded, file: Path, *
     if not done.done:
         note(f"{file} was not written: nothing was fixed")
         return
-    state_output.write(fixed, file)
+    state_output.write(fixed, file, done)
 
 
 def _explained(
