@@ -2,7 +2,7 @@
 
 What torch.nn has keeps its constructor arguments, state dict, ``repr``, errors and class (each layer is a subclass of
 torch's, so that ``isinstance`` tests of optimizers, weight-decay filters and converters hold); what it computes runs
-through `normscope.functional`. Every layer has a ``spec``: what it computes, exactly.
+through `normscope.functional`. Every normalization has a ``spec``: what it computes, exactly.
 
 Two things differ from torch.nn, both on purpose: running statistics stay float32 in a module cast to a half type
 (``float32_statistics=False`` turns that off), and RMSNorm and the layers that torch does not have refuse sizes below 1,
