@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import session_gallery
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -143,6 +144,15 @@ def test_ctrl_c_on_entry_brings_the_hooks_back(monkeypatch):
     with pytest.raises(KeyboardInterrupt), Session(model):
         pass
     assert fingerprint(model) == before
+
+
+def test_the_error_state_of_numpy_is_put_back_after_what_runs_beside_the_model():
+    before = np.geterr()
+    with Session(nn.Linear(2, 2)):
+        np.seterr(
+            all="raise" if before["over"] != "raise" else "ignore"
+        )  # as an interrupted np.errstate leaves it
+    assert np.geterr() == before
 
 
 def test_a_graph_of_the_users_survives_a_session_that_wrote_what_it_saved():

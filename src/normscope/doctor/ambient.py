@@ -15,7 +15,8 @@ class Ambient:
     """What a model's forward can change outside of itself, recorded when made and put back by ``restore``.
 
     Random states of Python, NumPy and torch (CUDA and MPS where they are in use), grad mode, autocast, default
-    dtype, deterministic algorithms, matrix multiplication precision, number of threads and recursion limit.
+    dtype, deterministic algorithms, matrix multiplication precision, number of threads, recursion limit, and
+    NumPy's handling of floating-point errors, which an interrupted ``np.errstate`` does not always put back.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Ambient:
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._threads = torch.get_num_threads()
         self._depth = sys.getrecursionlimit()
+        self._errors = np.geterr()
 
     def restore(self) -> None:
         random.setstate(self._python)
@@ -62,6 +64,7 @@ class Ambient:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         sys.setrecursionlimit(self._depth)
+        np.seterr(**self._errors)
         # weights cast to half precision during the run may have been cast from values since put back
         torch.clear_autocast_cache()
 

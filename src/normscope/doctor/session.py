@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from normscope.distributed import alone
 from normscope.doctor.ambient import Ambient, seed_everything
 from normscope.doctor.copy_on_write import CopyOnWrite, EscapeWatch, Vault
 from normscope.doctor.interrupts import uninterrupted
@@ -85,14 +86,18 @@ class Session:
 
     def __enter__(self) -> Session:
         _ALONE.acquire()
+        self._apart = alone()  # other ranks may not be checking anything
+        self._apart.__enter__()
         try:
             self._record()
         except BaseException:  # __exit__ is not called where __enter__ has raised
+            self._apart.__exit__(None, None, None)
             _ALONE.release()
             raise
         return self
 
     def _record(self) -> None:
+        self._ambient = Ambient()
         self._vault = Vault()
         # a scripted module keeps its children and tensors in C++, where only these lists show them
         everything = [*self.model.modules(), *self.model.parameters(), *self.model.buffers()]
@@ -128,10 +133,12 @@ class Session:
             with uninterrupted():
                 self._leave()
         finally:
+            self._apart.__exit__(None, None, None)
             _ALONE.release()
 
     def _leave(self) -> None:
         self._open = False
+        self._ambient.restore()
         self._restore()
         self._bring_hooks_back()
         for tensor in self._tensors:
