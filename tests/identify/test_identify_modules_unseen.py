@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from normscope import nn as own
 from normscope.identify import identify
 from normscope.spec import NormSpec, Running, families
 
@@ -296,3 +298,17 @@ def test_gain_and_bias_from_a_second_input() -> None:
     # the module's own linear map ran in float64 on float32 numbers, this one in float32
     np.testing.assert_allclose(found.weight, gain, rtol=1e-5)
     assert "its gain and bias follow input 1, at the values of the example" in found.notes
+
+
+def test_batch_renorm_is_what_it_states_where_it_was_not_seen():
+    torch.manual_seed(0)
+    norm = own.BatchRenorm2d(4, momentum=0.02, r_max=3.0, d_max=5.0)
+    for _ in range(20):
+        norm(torch.randn(8, 4, 3, 3) + 1)
+    found = identify(norm.eval(), torch.randn(8, 4, 3, 3))
+    assert found.spec.running == replace(norm.spec.running, over=found.spec.running.over)
+    assert found.spec.running.renorm == (3.0, 5.0)
+    assert "how training moves them was not seen: the update is as the module states it" in found.notes
+    training = identify(norm.train(), torch.randn(8, 4, 3, 3))
+    assert training.spec is None
+    assert training.notes[-1] == f"not seen, but stated by the module: {norm.spec}"

@@ -23,6 +23,8 @@ from normscope.spec import NormSpec, Running, RunningState
 
 FITTED = 1e-6
 """relative: how far eps of training, fitted to about 1e-10, may be from that of evaluation"""
+UNSEEN_UPDATE = "how training moves them was not seen: momentum and correction stand at their defaults"
+"""of stored statistics in a module whose training is unlike any member"""
 
 
 class NotOfTheFamily(Exception):
@@ -100,7 +102,7 @@ def _by_state_alone(fixed: InMode, modes: list[InMode], other_raises: bool, layo
         "the axes that statistics were taken over were not seen: only stored ones were used",
     )
     if other_raises:
-        notes += ("how training moves them was not seen: momentum and correction stand at their defaults",)
+        notes += (UNSEEN_UPDATE,)
     mode = "running" if other_raises else "frozen"
     return Whole(replace(values, spec=spec), mode, stored, (law.evidence, *fixed.tensor_evidence), notes, ())
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from normscope.errors import BadInput, ModelError, told
+from normscope.identify.as_stated import as_stated
 from normscope.identify.box import box_of, shape_of
 from normscope.identify.constant_input import gradient_at_constant
 from normscope.identify.float64_copy import has_own_hooks
@@ -75,7 +76,8 @@ def identify_module(
         return identify_box(box_of(module, example), shape_of(example), layout=layout)
     module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
     with global_generators_kept():
-        return _identified(module, example, layout, training)
+        answer = _identified(module, example, layout, training)
+    return as_stated(answer, module)
 
 
 def _identified(module: nn.Module, example: Any, layout: str | None, training: bool | None) -> Identification:
