@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 
+import numpy as np
 import pytest
 import session_gallery
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
