@@ -1,13 +1,14 @@
 """ONNX files from anywhere: broken, cut, or asking for other people's files."""
 
 import os
+import re
 
 import numpy as np
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import set_external_data
-from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_tensor_value_info
+from onnx.helper import make_function, make_graph, make_model, make_node, make_opsetid, make_tensor_value_info
 
 from normscope.errors import BadTarget, NormscopeError
 from normscope.targets.onnx_model import OnnxModel
@@ -161,3 +162,50 @@ def test_files_with_wrong_bytes_end_in_one_clear_error(tmp_path, rounds):
         except NormscopeError:
             refused += 1
     assert rounds // 10 < refused < rounds  # some of the bytes do not matter
+
+
+def calling_twice(depth, body=()):
+    """Local functions, each of which calls the next one twice, the last one in the body of an If."""
+    opsets = [make_opsetid("", 17), make_opsetid("d", 1)]
+    call = lambda i, x, y: make_node(f"F{i}", [x], [y], domain="d")  # noqa: E731
+    functions = [
+        make_function("d", f"F{i}", ["a"], ["r"], [call(i + 1, "a", "t"), call(i + 1, "t", "r")], opsets)
+        for i in range(depth)
+    ]
+    branch = make_graph(
+        [call(depth + 1, "a", "s")], "b", [], [make_tensor_value_info("s", TensorProto.FLOAT, None)]
+    )
+    condition = make_node("Constant", [], ["c"], value=numpy_helper.from_array(np.array(True)))
+    functions += [
+        make_function("d", f"F{depth}", ["a"], ["r"],
+                      [condition, make_node("If", ["c"], ["r"], then_branch=branch, else_branch=branch)], opsets),
+        make_function("d", f"F{depth + 1}", ["a"], ["r"], [*body, make_node("Relu", ["a"], ["r"])], opsets),
+    ]  # fmt: skip
+    value = lambda name: make_tensor_value_info(name, TensorProto.FLOAT, ["n", 8])  # noqa: E731
+    nodes = [make_node("LayerNormalization", ["x", "w"], ["h"]), call(0, "h", "y")]
+    graph = make_graph(nodes, "g", [value("x")], [value("y")], [numpy_helper.from_array(GAIN, "w")])
+    return make_model(graph, opset_imports=opsets, ir_version=9, functions=functions)
+
+
+def test_functions_that_are_endless_when_written_out_are_refused_before(tmp_path):
+    path = saved(tmp_path, calling_twice(40))
+    assert path.stat().st_size < 4096
+    nodes = 4 * 2**40 + 1  # each of the 2**40 calls: a constant, an If and one Relu in each branch; the norm
+    size = int(re.search(r"(\d+) bytes", refusal(path))[1])  # of the encoding, which versions may change
+    assert refusal(path) == (
+        f"{path}: with its functions written out in place of their calls this graph has {nodes} nodes and {size} "
+        "bytes; it is read up to 200000 nodes and 2147483647 bytes. Functions that call each other again and again "
+        "grow so: it is broken or made to be so, or is to be exported without functions"
+    )
+
+
+def test_functions_that_are_too_many_bytes_when_written_out_are_refused_before(tmp_path):
+    table = make_node("Constant", [], ["k"], value=numpy_helper.from_array(np.zeros(2**14, np.float32)))
+    told = refusal(saved(tmp_path, calling_twice(15, [table])))  # 2**16 copies of 64 KiB
+    assert "graph has 196609 nodes and 43" in told
+
+
+def test_functions_that_call_each_other_twice_are_read(tmp_path):
+    model = OnnxModel(saved(tmp_path, calling_twice(6)))
+    assert len(model.graph.nodes) == 1 + 2 * 2**6
+    assert [child.spec.eps for child in model.children()] == [pytest.approx(1e-5)]

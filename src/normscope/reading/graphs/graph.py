@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,12 @@ from normscope.reading.graphs.constants import Constants, values_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+    from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 SMALL = 1024
 """elements of an initializer that shape inference is given; larger ones hold no shapes"""
+MOST_NODES, MOST_BYTES = 200_000, 2**31 - 1
+"""of a graph with its functions written out: several times the largest exports met; what a protobuf message can hold"""
 SAME = ("Identity", "Cast", "Dropout")
 """nodes that change no value but by rounding (Dropout: as deployed)"""
 
@@ -128,24 +131,70 @@ def inlined(model: ModelProto) -> ModelProto:
     """The model with the bodies of its local functions in place of their calls.
 
     Raises:
-        BadTarget: a function calls itself, or the functions do not fit their calls.
+        BadTarget: a function calls itself, the functions do not fit their calls, or written out they are longer than
+            ``MOST_NODES`` or ``MOST_BYTES``.
     """
     from onnx import inliner
 
     if not model.functions:
         return model
-    calls = {(f.domain, f.name): {(n.domain, n.op_type) for n in f.node} for f in model.functions}
-    left = set(calls)
-    while left:
-        done = {name for name in left if not calls[name] & left}
-        if not done:
-            circle = ", ".join(name for _, name in sorted(left)[:3])
-            raise BadTarget(f"the functions {circle} of this graph call themselves, so it cannot be run")
-        left -= done
+    _refuse_unending(model)
     try:
         return inliner.inline_local_functions(model, False)
     except Exception as error:
         raise BadTarget(f"the functions of this graph do not fit their calls: {error}") from error
+
+
+def _refuse_unending(model: ModelProto) -> None:
+    """A few functions that call each other twice are millions of nodes: counted before anything is written out."""
+    bodies: dict[tuple[str, str, str], Sequence[NodeProto]] = {
+        _key(f, f.name): f.node for f in model.functions
+    }
+    own = {_key(f, f.name): f.ByteSize() for f in model.functions}
+    calls = {
+        name: Counter(_key(node, node.op_type) for node in _nested(body)) for name, body in bodies.items()
+    }
+    length: dict[tuple[str, str, str], tuple[int, int]] = {}  # nodes and bytes, written out
+    left = set(bodies)
+    while left:
+        done = {name for name in left if not calls[name].keys() & left}
+        if not done:
+            circle = ", ".join(name for _, name, _ in sorted(left)[:3])
+            raise BadTarget(f"the functions {circle} of this graph call themselves, so it cannot be run")
+        for name in done:
+            length[name] = _written_out(calls[name], length, own[name])
+        left -= done
+    main = Counter(_key(node, node.op_type) for node in _nested(model.graph.node))
+    nodes, size = _written_out(main, length, model.graph.ByteSize())
+    if nodes > MOST_NODES or size > MOST_BYTES:
+        raise BadTarget(
+            f"with its functions written out in place of their calls this graph has {nodes} nodes and {size} bytes; "
+            f"it is read up to {MOST_NODES} nodes and {MOST_BYTES} bytes. Functions that call each other again and "
+            "again grow so: it is broken or made to be so, or is to be exported without functions"
+        )
+
+
+def _written_out(
+    calls: Counter[tuple[str, str, str]], length: Mapping[tuple[str, str, str], tuple[int, int]], size: int
+) -> tuple[int, int]:
+    known = [(count, *length.get(name, (1, 0))) for name, count in calls.items()]
+    return sum(count * nodes for count, nodes, _ in known), size + sum(
+        count * more for count, _, more in known
+    )
+
+
+def _key(called: NodeProto | FunctionProto, name: str) -> tuple[str, str, str]:
+    """What ties a call to its function; onnx before 1.16 knows no overloads."""
+    return called.domain, name, getattr(called, "overload", "")
+
+
+def _nested(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """The nodes and those of the bodies in them."""
+    for node in nodes:
+        yield node
+        for entry in node.attribute:
+            for graph in (*([entry.g] if entry.HasField("g") else []), *entry.graphs):
+                yield from _nested(graph.node)
 
 
 def _refuse_circles(nodes: Sequence[NodeProto]) -> None:
