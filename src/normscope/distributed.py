@@ -13,6 +13,7 @@ tensors stay on their device.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -192,12 +193,29 @@ def _unpacked(piece: Tensor, shape: torch.Size) -> Moments:
 # Within a network -------------------------------------------------------------------------------------------
 
 
+_APART = threading.local()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within, this thread runs a model by itself, and its norms wait for no other rank.
+
+    For what one rank may do without the others, such as a check of its model.
+    """
+    before = getattr(_APART, "depth", 0)
+    _APART.depth = before + 1
+    try:
+        yield
+    finally:
+        _APART.depth = before
+
+
 def world_of(group: Any) -> int:
-    """Ranks of a process group; 1 where torch.distributed does not run.
+    """Ranks of a process group; 1 where torch.distributed does not run, and within `alone`.
 
     Raises BadInput where this rank is none of them.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()) or getattr(_APART, "depth", 0) > 0:
         return 1
     if dist.get_rank(group) < 0:
         raise BadInput(

@@ -203,6 +203,10 @@ def test_accumulation_merges_micro_batches_and_ranks(ranks: list[dict[str, Any]]
             torch.testing.assert_close(rank["accumulated"][name], wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_one_rank_checks_its_model_without_the_others(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["checked"]
+
+
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
