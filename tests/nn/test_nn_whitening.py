@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import normscope as ns
 import normscope.nn as own
 from normscope import reference
 from normscope.errors import BadInput
@@ -243,6 +244,27 @@ def test_near_singular_covariances_in_float32(name):
     assert (
         stored.abs().max() < 100
     )  # 0.69e-3 of rounding are 0.026 away, 8 times the deviation that eps leaves
+
+
+# What is done to models ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_freezing_and_checking_know_that_a_matrix_is_stored(name):
+    """Frozen, it is what it is in evaluation, and nothing moves; a checkpoint of it misses no variance."""
+    model = torch.nn.Sequential(torch.nn.Conv1d(2, 6, 3), LAYERS[name]())
+    _, report = ns.transforms.freeze(model)
+    assert "1: frozen at mean 0 and variance 1" in str(report)
+    x = torch.randn(64, 2, 9, generator=torch.Generator().manual_seed(3))
+    for _ in range(60):
+        model(x)
+    frozen, _ = ns.transforms.freeze(model)
+    wanted, before = frozen.eval()(x), {key: tensor.clone() for key, tensor in frozen.state_dict().items()}
+    assert torch.equal(frozen.train()(x), wanted)
+    assert all(torch.equal(before[key], tensor) for key, tensor in frozen.state_dict().items())
+    assert not ns.check_state(model.state_dict()).findings
+    assert {finding.code for finding in ns.check(model, x).findings} == {"NS201", "NS501"}
+    assert {finding.severity for finding in ns.check(model, x).findings} == {"info"}
 
 
 # Errors ---------------------------------------------------------------

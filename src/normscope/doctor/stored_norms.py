@@ -10,7 +10,8 @@ a vector weight alone, under a norm's name             an RMS norm, or a layer n
 =====================================================  ================================================================
 
 The bias of a linear layer or a convolution stands beside a matrix, and the weight of a PReLU, or the scale of a branch,
-under no norm's name: none of them is taken. Nor are the weight and bias beside an alpha of one number, a Dynamic Tanh.
+under no norm's name: none of them is taken. Nor are the weight and bias beside an alpha of one number, a Dynamic Tanh,
+and what stands beside the stored matrix of a whitening, which has no variance.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ WORDS = (
     (r"(\w*_)?norms?_?\d*(_\w+)?|\w*norms?\d*|\w*_norm_\w+", UNKNOWN),
 )
 """what the last named part of a path says, from the clearest on"""
+MATRICES = ("running_covariance", "running_whitening")
+"""what whitening stores beside its mean"""
 LIST_INDEX = re.compile(r"\d+")
 
 
@@ -82,6 +85,7 @@ def find_norms(state: Mapping[str, Stored]) -> Search:
     groups: dict[str, dict[str, Stored]] = {}
     quantized: dict[str, None] = {}
     bounded: set[str] = set()
+    whitened: set[str] = set()
     for name, tensor in state.items():
         path, _, last = name.rpartition(".")
         role = ROLES.get(last)
@@ -91,6 +95,8 @@ def find_norms(state: Mapping[str, Stored]) -> Search:
                 quantized[owner] = None
             if last == "alpha" and tensor.size == 1:
                 bounded.add(path)
+            if last in MATRICES:
+                whitened.add(path)
             continue
         group = groups.setdefault(path, {})
         if role not in group or role == last:  # weight before gamma, where a block holds both
@@ -98,7 +104,7 @@ def find_norms(state: Mapping[str, Stored]) -> Search:
     norms, vectors = [], []
     for path, group in groups.items():
         norm = _norm(path, group)
-        if norm is not None and path in bounded and not norm.has_statistics:
+        if path in whitened or (norm is not None and path in bounded and not norm.has_statistics):
             continue
         if norm is not None:
             norms.append(norm)

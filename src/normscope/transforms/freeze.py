@@ -269,5 +269,11 @@ def _lazy(module: nn.Module) -> bool:
 
 
 def _at_initialization(module: Any) -> bool:
-    mean, var = module.running_mean, module.running_var
-    return not mean.is_meta and bool((mean == 0).all()) and bool((var == 1).all())
+    names = getattr(module, "statistics", ("running_mean", "running_var"))
+    mean, second = getattr(module, names[0]), getattr(module, names[1])
+    if mean.is_meta:
+        return False
+    start = (
+        1.0 if names[1] == "running_var" else torch.eye(second.shape[-1]).to(second)
+    )  # a matrix, of whitening
+    return bool((mean == 0).all()) and bool((second == start).all())
