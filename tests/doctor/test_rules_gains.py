@@ -241,7 +241,7 @@ class TestWeightsOption:
 
         path, model = tmp_path / "w.pt", net()
         torch.save(without(trained().state_dict(), "running"), path)
-        state, notes = checkpoints.load_into(model, path)
+        state, _, notes = checkpoints.load_into(model, path)
         assert notes == [f"{path}: 4 names of norms did not match and stayed as they were (see NS313)"]
         assert torch.equal(model[1].weight, state["1.weight"])
         assert {f.severity for f in found(model, "NS313", state=state)} == {"error"}

@@ -231,12 +231,12 @@ def test_a_prefix_comes_off_only_where_the_model_has_none(tmp_path: Path) -> Non
     path = tmp_path / "w.pt"
     inner = torch.nn.LayerNorm(3)
     torch.save({f"module.{k}": v for k, v in inner.state_dict().items()}, path)
-    state, notes = checkpoints.load_into(torch.nn.LayerNorm(3), path)
+    state, _, notes = checkpoints.load_into(torch.nn.LayerNorm(3), path)
     assert list(state) == ["weight", "bias"]
     assert notes == [f"{path}: took the prefix 'module.' off every key"]
     wrapper = torch.nn.Module()
     wrapper.module = torch.nn.LayerNorm(3)
-    assert checkpoints.load_into(wrapper, path)[1] == []
+    assert checkpoints.load_into(wrapper, path)[2] == []
 
 
 def test_weights_that_do_not_fit_say_so_in_a_few_lines(tmp_path: Path) -> None:
