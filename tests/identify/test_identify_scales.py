@@ -108,3 +108,13 @@ def test_a_bias_that_hides_the_rest_in_float64() -> None:
         "outputs never change: their gain is 0, or lost in the rounding of their bias; their sets were told by the "
         "others"
     )
+
+
+def test_a_bias_beside_which_no_scale_can_be_measured() -> None:
+    single = torch.zeros(4, 6, 8)
+    found = ns.identify(lambda x: F.layer_norm(x, (8,)) + torch.arange(8.0) * 1e3, single)
+    assert found.spec is None
+    assert found.reason == (
+        "the bias hides the rest: outputs of the size 1 are added to a bias of up to 7e+03, which is known to 0.007. "
+        "Pass a callable and an example of float64"
+    )

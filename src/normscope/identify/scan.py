@@ -153,14 +153,27 @@ def crossing(s: Scan) -> float | None:
     """The octave at which eps takes over, to a few octaves; None where the output never falls off.
 
     Where a constant rules, ``size(t) / size(top)`` is ``t / t*``. The smallest scale that can be measured tells t*.
+
+    Raises Contradiction where no scale can be measured beside the bias.
     """
     top = s.size(max(s.found))
     for k in smallest(s.f):
-        low = min(j for j in {*s.found, k} if s.measurable(j))
+        low = min((j for j in {*s.found, k} if s.measurable(j)), default=None)
+        if low is None:
+            raise Contradiction(_hidden(s))
         share = s.size(low) / top
         if share < 0.999:
             return float(low - log2(share))
     return None
+
+
+def _hidden(s: Scan) -> str:
+    largest = s.size(max(s.found))
+    fix = "Pass a callable and an example of float64" if s.f.roundoff > 2.0**-50 else "Leave the bias out"
+    return (
+        f"the bias hides the rest: outputs of the size {largest:.2g} are added to a bias of up to "
+        f"{np.abs(s.bias.value).max():.2g}, which is known to {np.abs(s.bias.error).max():.1g}. {fix}"
+    )
 
 
 def refine(s: Scan, octave: float) -> None:
