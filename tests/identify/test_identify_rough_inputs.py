@@ -156,3 +156,13 @@ def test_an_interrupt_leaves_generators_and_grad_mode(kind: str) -> None:
         assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), chance)
     assert np.array_equal(np.random.get_state()[1], state)  # noqa: NPY002
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_gain_of_infinity_is_told_without_a_warning() -> None:
+    module = nn.LayerNorm(10)
+    module.weight.data[3] = float("inf")
+    found = identify(module, X)
+    assert found.spec is not None
+    assert found.weight is not None
+    assert found.weight[3] == np.inf

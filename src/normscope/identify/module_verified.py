@@ -91,5 +91,5 @@ def _error(whole: Whole, mode: InMode, tensors: dict[str, Array], x: Array) -> f
     known = np.isfinite(expected)
     if (np.isfinite(y) != known).any():
         return float("inf")
-    apart, size = np.abs(y - expected)[known], np.abs(expected)[known]
+    apart, size = np.abs(y[known] - expected[known]), np.abs(expected[known])
     return float(np.max(apart, initial=0.0) / (np.max(size, initial=0.0) or 1.0))
