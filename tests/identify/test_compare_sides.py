@@ -196,6 +196,15 @@ def test_errors_say_what_came_and_what_to_do(arguments: tuple[Any, ...], said: s
     assert str(caught.value).startswith(said)
 
 
+def test_an_example_without_numbers() -> None:
+    with pytest.raises(BadInput) as caught:
+        ns.compare(nn.LayerNorm(8), nn.LayerNorm(8), torch.empty(4, 8, device="meta"))
+    assert str(caught.value) == (
+        "an example holds numbers; got a tensor of shape (4, 8) on the meta device. Pass the sizes, (4, 8), or a "
+        "tensor on the CPU."
+    )
+
+
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
@@ -205,9 +214,14 @@ def test_errors_say_what_came_and_what_to_do(arguments: tuple[Any, ...], said: s
             "'b c h w -> b h w c' where the second takes channels last.",
         ),
         ("b c", "the layout 'b c' names 2 axes, the example has 3. Name each axis once."),
+        (
+            3,
+            "a layout is a text that names the axes; got a int. Write 'b c h w', or 'b c h w -> b h w c' where the "
+            "second takes channels last.",
+        ),
     ],
 )
-def test_layouts_that_do_not_fit(layout: str, said: str) -> None:
+def test_layouts_that_do_not_fit(layout: Any, said: str) -> None:
     with pytest.raises(BadInput) as caught:
         ns.compare(families.layer_norm(), families.layer_norm(), (2, 3, 4), layout=layout)
     assert str(caught.value) == said

@@ -302,3 +302,13 @@ def test_a_layer_norm_by_name_with_running_statistics() -> None:
     assert ns.check_state(one).sites[0].reason == (
         "a layer norm by its name, with running statistics, which layer norms do not keep"
     )
+
+
+def test_sparse_tensors_are_refused_by_name() -> None:
+    state = {f"norm.{name}": tensor.to_sparse() for name, tensor in nn.LayerNorm(4).state_dict().items()}
+    with pytest.raises(BadInput) as caught:
+        compare_norms(state, nn.Sequential(nn.LayerNorm(4)))
+    assert str(caught.value) == (
+        "tensors are compared number by number; weight of norm in a state dict is sparse (torch.sparse_coo). Pass "
+        "tensor.to_dense()"
+    )

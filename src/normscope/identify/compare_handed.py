@@ -166,12 +166,18 @@ def fits(side: Side, x: Array, values: Values | None) -> str:
 
 
 def shape_of(example: Any) -> tuple[int, ...]:
-    """The shape of an example. Raises BadInput where it is neither an array, a tensor nor sizes."""
+    """The shape of an example. Raises BadInput where it is neither an array, a tensor nor sizes, or has no numbers."""
     from normscope.identify.box import is_shape
 
     if not hasattr(example, "shape") and not is_shape(example):
         raise BadInput(
             f"an example is an array, a tensor or the sizes of one; got a {type(example).__name__}. Wrap a layer that "
             "takes more than one argument in a function of one."
+        )
+    if getattr(example, "is_meta", False):
+        sizes = tuple(example.shape)
+        raise BadInput(
+            f"an example holds numbers; got a tensor of shape {sizes} on the meta device. Pass the sizes, {sizes}, or "
+            "a tensor on the CPU."
         )
     return tuple(int(n) for n in getattr(example, "shape", example))

@@ -41,13 +41,18 @@ class Layout:
 def read_layout(layout: str | None) -> Layout:
     """``"b c h w"`` names the axes; ``"b c h w -> b h w c"`` also says in which order the second takes them.
 
-    Raises BadInput where the two sides do not name the same axes.
+    Raises BadInput where it is no text, or the two sides do not name the same axes.
 
     >>> read_layout("b c h w -> b h w c").order
     (0, 2, 3, 1)
     """
     if layout is None:
         return Layout()
+    if not isinstance(layout, str):
+        raise BadInput(
+            f"a layout is a text that names the axes; got a {type(layout).__name__}. Write 'b c h w', or "
+            "'b c h w -> b h w c' where the second takes channels last."
+        )
     first, arrow, second = layout.partition("->")
     names, others = first.split(), second.split()
     if not arrow:

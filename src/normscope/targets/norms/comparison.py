@@ -145,7 +145,7 @@ def compare_norms(a: Any, b: Any, *, progress: Callable[[str], None] | None = No
 
     Raises:
         BadTarget: a file cannot be read.
-        BadInput: neither of these.
+        BadInput: neither of these, or a sparse tensor.
 
     >>> import torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -191,6 +191,12 @@ def _read(norm: ListedNorm, of: NormList) -> Site:
     site = norm.load()
     if norm.tensors and not site.tensors:
         raise BadTarget(f"{of.source}: {_title(norm)} holds more numbers than any norm; it is not read")
+    for role, tensor in site.tensors.items():
+        if str(tensor.layout).startswith("torch.sparse"):
+            raise BadInput(
+                f"tensors are compared number by number; {role} of {_title(norm)} in {of.source} is sparse "
+                f"({tensor.layout}). Pass tensor.to_dense()"
+            )
     return site
 
 
