@@ -31,9 +31,10 @@ def test_convert_sync_batchnorm_makes_no_batch_norm_of_what_is_none(norm):
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
     assert str(caught.value) == (
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm would put a plain batch norm, another function, in the place of "
-        f"{norm!r}. Leave it out: convert the submodules around it, one by one, and leave sync_batchnorm off in a "
-        "trainer. (Norms before it in this model are converted by now.)"
+        f"{norm!r}. Use normscope.nn.SyncBatchNorm.convert_sync_batchnorm, which leaves such layers as they are, and "
+        "leave sync_batchnorm off in a trainer. (Norms before it in this model are converted by now.)"
     )
+    assert own.SyncBatchNorm.convert_sync_batchnorm(model)[1][0] is norm
     assert model[1][0] is norm
     assert isinstance(
         norm, nn.modules.batchnorm._BatchNorm

@@ -77,8 +77,9 @@ class Unsynchronized(nn.Module):
         if sys._getframe(1).f_code is _CONVERSION:
             raise BadInput(
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm would put a plain batch norm, another function, in the "
-                f"place of {self!r}. Leave it out: convert the submodules around it, one by one, and leave "
-                "sync_batchnorm off in a trainer. (Norms before it in this model are converted by now.)"
+                f"place of {self!r}. Use normscope.nn.SyncBatchNorm.convert_sync_batchnorm, which leaves such layers "
+                "as they are, and leave sync_batchnorm off in a trainer. (Norms before it in this model are converted "
+                "by now.)"
             )
         return super().named_children()
 
