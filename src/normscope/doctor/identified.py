@@ -261,9 +261,9 @@ def _fill(site: Site, known: Known, session: Session) -> None:
             site.type_name,
             live if training else in_eval,
             (),
-            paths,
-            shapes,
-            computed,
+            paths=paths,
+            shapes=shapes,
+            computed=computed,
         )
 
     flags = {call: _flag(session, call, site.path, call == "train") for call in ("train", "eval")}
