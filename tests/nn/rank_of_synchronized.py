@@ -176,9 +176,10 @@ def main(rank: int, folder: Path) -> None:
     late = {}
     if rank == 0:  # its partner does not come
         late["late"] = caught(lambda: layer(double, process_group=hasty)(x))
+    y = layer(double)(x.detach().requires_grad_()).sum()
     dist.barrier()
-    if rank < 3:  # and rank 3 goes
-        late["gone"] = caught(lambda: [layer(double)(x) for _ in range(3)])
+    if rank < 3:  # and rank 3 goes, before its backward pass
+        late["gone"] = caught(y.backward)
     torch.save(late, folder / f"late{rank}.pt")
     sys.stdout.flush()
     os._exit(0)  # gloo's own clean-up may wait for ever for a rank that has gone
