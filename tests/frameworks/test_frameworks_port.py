@@ -392,3 +392,39 @@ def test_half_types_are_carried_as_they_are(dtype: Any) -> None:
         ported.weight.detach().float().numpy(), np.asarray(layer.scale[...], np.float32)
     )
     assert f"the output is {jnp.dtype(dtype).name} whatever the input is" in report.notes
+
+
+@pytest.mark.parametrize("make", [nnx.BatchNorm, nnx.LayerNorm])
+def test_layers_that_average_over_devices(make: Any) -> None:
+    layer = make(6, axis_name="devices", rngs=nnx.Rngs(0))
+    _, report = ns.port(layer, input_shape=ROWS)
+    does = "in torch SyncBatchNorm does so" if make is nnx.BatchNorm else "torch has no layer that does so"
+    assert (
+        f"the source takes statistics over several devices together; {does}. This one takes those of what comes into "
+        "it, and outputs were compared on one device"
+    ) in report.notes
+    assert len(report.agreements) == (2 if make is nnx.BatchNorm else 1)
+    assert layer.axis_name == "devices"
+
+
+def test_a_linen_layer_that_averages_over_devices() -> None:
+    variables = linen.LayerNorm().init(jax.random.key(0), jnp.zeros(ROWS))
+    ported, report = ns.port(linen.LayerNorm(axis_name="devices").bind(variables))
+    assert type(ported).__name__ == "LayerNorm"
+    assert len(report.agreements) == 1
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        torch.nn.LayerNorm((2, 3), elementwise_affine=False),
+        torch.nn.GroupNorm(2, 6, affine=False),
+        torch.nn.InstanceNorm1d(6),
+        torch.nn.RMSNorm(6, elementwise_affine=False),
+        ns.nn.ChannelsFirstLayerNorm(6, elementwise_affine=False),
+    ],
+)
+def test_settings_make_a_layer_without_parameters(module: Any) -> None:
+    settings = dict(ns.port(module, target="flax")[1].settings)
+    getattr(nnx, settings.pop("class"))(**settings, rngs=rngs)
+    assert settings["num_features"] == 6

@@ -8,6 +8,8 @@ import torch
 
 import normscope as ns
 from normscope.errors import BadInput
+from normscope.reading import UnknownNormalization
+from normscope.reading.base import qualified_name
 
 KERAS = ("gamma", "beta", "moving_mean", "moving_variance")
 
@@ -270,3 +272,65 @@ def test_the_layer_is_left_as_it_was():
         "center": True,
         "scale": True,
     }
+
+
+def flag_flipped():
+    layer = torch.nn.BatchNorm2d(4)
+    layer.track_running_stats = False
+    return layer
+
+
+BEYOND = [
+    (
+        ns.nn.BatchRenorm2d(4),
+        "batch renormalization bends the statistics of a batch towards the stored ones (r and d), so training would "
+        "compute another function",
+    ),
+    (ns.nn.ConditionalBatchNorm2d(4, classes=3), "its gain and bias are computed from an input"),
+    (torch.nn.BatchNorm2d(4, track_running_stats=False), "it normalizes by the batch in evaluation too"),
+    (flag_flipped(), "it normalizes by the batch in training and moves no stored statistics"),
+]
+
+
+@pytest.mark.parametrize("target", ["keras", "flax", "linen"])
+@pytest.mark.parametrize(("module", "why"), BEYOND)
+def test_what_a_target_cannot_be_told_is_refused(module, why, target):
+    with pytest.raises(UnknownNormalization) as caught:
+        ns.port(module, target=target)
+    assert str(caught.value) == (
+        f"{'Keras' if target == 'keras' else 'Flax'} has no layer like {qualified_name(type(module))}: {why}. Where "
+        "that may go, port the state, which says nothing of it."
+    )
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        ns.nn.GhostBatchNorm2d(4, size=2),
+        ns.nn.ThresholdBatchNorm2d(4),
+        ns.nn.BatchNormThroughTime2d(3, 4),
+        ns.nn.TemporalEffectiveBatchNorm2d(3, 4),
+        ns.nn.IterNorm(4, 2),
+        ns.nn.FilterResponseNorm2d(4),
+        ns.nn.ScaleNorm(4),
+        ns.nn.WeightStandardization((4, 3, 3, 3)),
+        torch.nn.InstanceNorm2d(4, track_running_stats=True),
+    ],
+)
+def test_what_a_target_has_no_layer_for_is_refused(module):
+    for target in ("keras", "flax"):
+        with pytest.raises(UnknownNormalization) as caught:
+            ns.port(module, target=target)
+        assert str(caught.value) == (
+            f"{target.capitalize()} has no layer for {ns.spec_of(module)}. Say which layer it shall be, and port the "
+            "state."
+        )
+
+
+def test_synchronized_statistics_are_told():
+    said = {
+        target: ns.port(torch.nn.SyncBatchNorm(4), target=target)[1].notes for target in ("keras", "flax")
+    }
+    text = "the source takes statistics over all processes: "
+    assert f"{text}keras does with synchronized=True, on its TensorFlow backend" in said["keras"]
+    assert f"{text}flax does with axis_name=" in said["flax"]

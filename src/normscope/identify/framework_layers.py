@@ -1,7 +1,8 @@
 """Keras and Flax layers as functions in float64: in training and in evaluation, with other values where asked.
 
 The layer itself is never run: a Keras layer by a float64 twin, a Flax module by copies of its variables, with
-``use_fast_variance=False``, since mean(x^2) - mean(x)^2 is the same function and its rounding another question.
+``use_fast_variance=False``, since mean(x^2) - mean(x)^2 is the same function and its rounding another question, and
+with ``axis_name=None``: outside of a ``pmap`` or ``vmap`` with that axis a layer that averages over it cannot run.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def _nnx(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
         with double_precision():
             copy = nnx.merge(graph, widened(state))
             copy.use_fast_variance = False
+            copy.axis_name = None
             for name, value in values.items():
                 getattr(copy, VARIABLES[name])[...] = jnp.asarray(value)
             given = jnp.asarray(x, dtype=jnp.float64)
@@ -122,7 +124,8 @@ def _linen(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
         )
     unbound, variables = module.unbind()
     mode = "running_mean" in reading.tensors
-    unbound = unbound.clone(use_fast_variance=False, **({"use_running_average": None} if mode else {}))
+    alone = {"use_fast_variance": False, "axis_name": None}
+    unbound = unbound.clone(**alone, **({"use_running_average": None} if mode else {}))
 
     def run(x: Array, training: bool, values: Values) -> tuple[Array, dict[str, Array]]:
         import jax.numpy as jnp

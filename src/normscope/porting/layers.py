@@ -150,6 +150,12 @@ def _notes(
     if plan.turned:
         notes.append(f"weight and bias were permuted likewise, by {plan.turned}")
     running = reading.spec.running
+    if reading.synchronized or getattr(obj, "axis_name", None) is not None:
+        does = "in torch SyncBatchNorm does so" if running is not None else "torch has no layer that does so"
+        notes.append(
+            f"the source takes statistics over several devices together; {does}. This one takes those of what comes "
+            "into it, and outputs were compared on one device"
+        )
     if running is None:
         return notes
     notes.append(f"momentum {obj.momentum:g} is a decay: its update fraction is {running.momentum:g}")
@@ -196,13 +202,28 @@ def from_torch(module: nn.Module, target: str) -> tuple[dict[str, Any], PortRepo
         arrays = keras.written((), tensors, only_scale=settings["class"] == "RMSNormalization")
         kind = f"keras.layers.{settings['class']}"
     else:
-        if target == "flax" and (size := next((t.numel() for t in tensors.values()), None)) is not None:
+        if target == "flax":
             tensors = {key: tensor.reshape(-1) for key, tensor in tensors.items()}
-            settings = {"class": settings.pop("class"), "num_features": size, **settings}
+            size = _features(module, tensors)
+            if size is None:
+                notes.append("how many features it has it does not say: give num_features")
+            else:
+                settings = {"class": settings.pop("class"), "num_features": size, **settings}
         arrays = flax.written((), tensors, linen=target == "linen")
         kind = f"flax.{'linen' if target == 'linen' else 'nnx'}.{settings['class']}"
     notes.append("outputs were not compared: arrays are no layer")
     return arrays, PortReport("port", (SiteChange("", name, kind),), notes=tuple(notes), settings=settings)
+
+
+def _features(module: nn.Module, tensors: dict[str, Tensor]) -> int | None:
+    """Of its tensors, or as it was told: an nnx layer wants their number also where it has no parameters."""
+    for tensor in tensors.values():
+        return tensor.numel()
+    for name in ("normalized_shape", "num_features", "num_channels"):
+        told = getattr(module, name, None)
+        if told is not None:
+            return int(prod(told)) if isinstance(told, Sequence) else int(told)
+    return None
 
 
 def _notes_back(
@@ -218,6 +239,9 @@ def _notes_back(
                 f"torch stored M / (M - 1) times the variance of a batch of M elements a channel, and {target} goes on "
                 "with the variance itself"
             )
+    if reading.synchronized:
+        how = "synchronized=True, on its TensorFlow backend" if target == "keras" else "axis_name="
+        notes.append(f"the source takes statistics over all processes: {target} does with {how}")
     if target == "keras" and spec.stats == "b c ... -> b ...":
         notes.append(
             "on the torch backend Keras normalizes over the last axes whatever axis says: run another backend, or move "

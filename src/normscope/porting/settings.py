@@ -46,6 +46,11 @@ def settings_of(reading: Reading, target: str) -> dict[str, Any]:
         raise UnknownNormalization(
             f"{'Flax' if flax else 'Keras'} has no layer for {spec}. Say which layer it shall be, and port the state."
         )
+    if why := _beyond(reading, kind):
+        raise UnknownNormalization(
+            f"{'Flax' if flax else 'Keras'} has no layer like {reading.type_name}: {why}. Where that may go, port the "
+            "state, which says nothing of it."
+        )
     found: dict[str, Any] = {"class": name}
     if kind != "l2":
         found["epsilon"] = 2.0**-23 if spec.eps is None else spec.eps
@@ -54,6 +59,34 @@ def settings_of(reading: Reading, target: str) -> dict[str, Any]:
     if not flax:
         return found | _keras(spec, kind)
     return found | _flax(spec, kind)
+
+
+def _beyond(reading: Reading, kind: str | None) -> str:
+    """What neither Keras nor Flax can be told, "" where there is nothing."""
+    spec = reading.spec
+    if spec.source != "parameter":
+        return "its gain and bias are computed from an input"
+    own = {"batch": "c", "instance": "c", CHANNELS: "c", "group": "(g c)"}.get(
+        kind or "", " ".join(spec.pattern.erased)
+    )
+    if any(where not in (None, own) for where in (spec.weight, spec.bias)):
+        return f"its weight lives on {spec.weight!r}, its bias on {spec.bias!r}, and theirs on {own!r}"
+    if kind == "rms" and spec.bias is not None:
+        return "their RMS norms add no bias"
+    if kind != "batch":
+        return ""
+    if spec.running is None or "running_mean" not in reading.tensors or reading.mode_eval == "batch":
+        return "it normalizes by the batch in evaluation too"
+    if reading.mode_train == "batch" and "train" not in reading.updates:
+        return "it normalizes by the batch in training and moves no stored statistics"
+    if spec.running.renorm is not None:
+        return (
+            "batch renormalization bends the statistics of a batch towards the stored ones (r and d), so training "
+            "would compute another function"
+        )
+    if spec.running.averages != "variance":
+        return "its stored variance is an average of denominators"
+    return ""
 
 
 def _running(spec: NormSpec, reading: Reading, flax: bool) -> dict[str, Any]:
