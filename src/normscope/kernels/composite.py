@@ -69,13 +69,13 @@ def normalize(
     view = Elementary.of(x, spec, mask)
     if spec.running is not None and not training:
         mean, var = stored(view, running)
-        return _finish(_by_state(view, mean, var), view, weight, bias)
+        return finish(_by_state(view, mean, var), view, weight, bias)
     m = Moments.of(view)
     if spec.whiten:
         value = whitening.by_batch(view, m.centered, m.count)
     else:
         value = _by_batch(view, m, running, limits)
-    y = _finish(value, view, weight, bias)
+    y = finish(value, view, weight, bias)
     if spec.running is not None and running is not None:
         follow(running, view, m, spec.running.momentum if momentum is None else momentum)
     return y
@@ -102,7 +102,7 @@ def fixed(
             [2.]])
     """
     view = Elementary.of(x, spec, None)
-    return _finish(_by_state(view, *stored(view, RunningState(mean, var))), view, weight, bias)
+    return finish(_by_state(view, *stored(view, RunningState(mean, var))), view, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _by_state(view: Elementary, mean: Tensor, var: Tensor) -> Tensor:
     return numerator / denominator(var, view.eps, view.spec.eps_at).to(view.x.dtype)
 
 
-def _finish(value: Tensor, view: Elementary, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def finish(value: Tensor, view: Elementary, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Weight, gain and bias on their axes; casts; the shape of the input."""
     spec = view.spec
     value = view.only(value)  # the weight's gradient, too, must not see what is masked

@@ -26,13 +26,13 @@ def group_names(view: Elementary) -> list[str]:
 def by_batch(view: Elementary, centered: Tensor, count: int | Tensor) -> Tensor:
     """W (x - mean) by the covariance of the input; ``centered`` is the input where the spec does not center."""
     x = centered if view.spec.center else view.x
-    return _apply(matrices(view, covariance(view, x, count, float(view.spec.correction))), x, view)
+    return applied(matrices(view, covariance(view, x, count, float(view.spec.correction))), x, view)
 
 
 def by_state(view: Elementary, numerator: Tensor, stored: Tensor) -> Tensor:
     """W times ``numerator``, with stored covariances (or stored W) of each group."""
     w = stored if view.spec.whiten_state == "whitening" else matrices(view, semidefinite(stored))
-    return _apply(w, numerator, view)
+    return applied(w, numerator, view)
 
 
 def to_store(view: Elementary, centered: Tensor, count: int | Tensor, correction: float) -> Tensor:
@@ -64,13 +64,13 @@ def spread(view: Elementary, stored: Tensor, where: str) -> Tensor:
 
 def covariance(view: Elementary, x: Tensor, count: int | Tensor, correction: float) -> Tensor:
     """x x^T / (n - correction) of each group; 0 of an empty one."""
-    rows = _rows(x.to(wide(x)), view)
+    rows = as_rows(x.to(wide(x)), view)
     number = divisor(count, correction)
     if isinstance(number, Tensor):
         assert view.mask is not None  # or the count were a number
-        _one_mask(view)
+        one_mask(view)
         number = number.expand([axis.size if axis.kept else 1 for axis in view.axes])
-        number = _rows(number, view)[:, :1, :1]
+        number = as_rows(number, view)[:, :1, :1]
     return rows @ rows.mT / number
 
 
@@ -140,15 +140,16 @@ def inverse_root(s: Tensor) -> Tensor:
     return w
 
 
-def _apply(w: Tensor, x: Tensor, view: Elementary) -> Tensor:
+def applied(w: Tensor, x: Tensor, view: Elementary) -> Tensor:
+    """W times the elements of each group."""
     order, shape = _order(view), x.shape
     with torch.autocast(x.device.type, enabled=False):  # the dtype of the arithmetic is the spec's
-        y = w.to(x.dtype) @ _rows(x, view)
+        y = w.to(x.dtype) @ as_rows(x, view)
     back = sorted(range(len(order)), key=order.__getitem__)
     return y.reshape([shape[i] for i in order]).permute(back)
 
 
-def _rows(x: Tensor, view: Elementary) -> Tensor:
+def as_rows(x: Tensor, view: Elementary) -> Tensor:
     """Elements as (groups, channels, members)."""
     sizes = {axis.name: x.shape[i] for i, axis in enumerate(view.axes)}
     joint = prod([sizes[name] for name in view.spec.whiten.split()])
@@ -168,9 +169,10 @@ def _state_names(view: Elementary, where: str) -> list[str]:
     return [name for name in names_of(where, view.axes) if name in group_names(view)]
 
 
-def _one_mask(view: Elementary) -> None:
+def one_mask(view: Elementary) -> None:
+    """Raise BadInput where a mask is not one for all channels that are whitened together."""
     assert view.mask is not None
-    rows = _rows(view.mask, view)
+    rows = as_rows(view.mask, view)
     if bool((rows != rows[:, :1]).any()):
         raise BadInput(
             "a mask holds for all channels that are whitened together; got one that differs along "

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normscope.distributed import world_of
 from normscope.errors import BadInput
+from normscope.functional.whitened_ranks import whitened_over_ranks
 from normscope.nn.arguments import sizes
 from normscope.nn.float32_statistics import Float32Statistics
-from normscope.nn.masking import Lengths, by_element, is_packed, masked_leaf, valid
+from normscope.nn.masking import Lengths, by_element, filled, is_packed, masked_leaf, valid
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
 from normscope.nn.tracked import by_batch_or_stored
 from normscope.nn.whitened_sets import choice, divided, eps_or_zero, large_enough
-from normscope.spec import NormSpec, families
+from normscope.spec import NormSpec, RunningState, families
 
 STATES = ("covariance", "whitening")
 
@@ -54,8 +56,10 @@ class BatchWhiteningState(Unscriptable, Float32Statistics):
         state: str,
         bias: bool,
         float32_statistics: bool,
+        group: Any,
     ) -> None:
         super().__init__()
+        self.group = group
         name = type(self).__name__
         (self.num_features,) = sizes(name, "num_features", num_features, "Give the size of axis 1.")
         (self.group_size,) = sizes(
@@ -114,6 +118,8 @@ class BatchWhiteningState(Unscriptable, Float32Statistics):
         counts = None
         if mask is not None or lengths is not None:
             counts = valid(name, input, mask, lengths)
+        if self.training and self.group is not None and world_of(self.group) > 1:
+            return self._over_ranks(input, counts, fill)
         if self.training or getattr(self, self.statistics[0]) is None:
             if input.numel() == self.num_features:
                 raise BadInput(
@@ -122,6 +128,16 @@ class BatchWhiteningState(Unscriptable, Float32Statistics):
                 )
             large_enough(name, self.spec, input, counts, "a larger batch, smaller groups")
         return by_batch_or_stored(self, input, self.spec, self.weight, self.bias, counts, fill)
+
+    def _over_ranks(self, input: Tensor, mask: Tensor | None, fill: str) -> Tensor:
+        mean, matrix = (getattr(self, name) for name in self.statistics)
+        state, counter = None, self.num_batches_tracked
+        if self.track_running_stats and mean is not None and counter is not None:
+            state = RunningState(mean, matrix, int(counter))
+        y = whitened_over_ranks(input, self.spec, self.weight, self.bias, state, mask, self.group)
+        if state is not None and counter is not None:
+            counter.fill_(state.batches)  # as it was where a mask left nothing to follow on any rank
+        return y if mask is None else filled(y, self.spec, self.bias, mask, fill)
 
     @property
     def spec(self) -> NormSpec:
@@ -200,6 +216,8 @@ class BatchWhitening(BatchWhiteningState):
         state: ``"covariance"`` or ``"whitening"``, the matrix that is stored. Of a covariance W is made anew at every
             evaluation; a W is there already, but an average of W whitens less well than the W of an average.
         bias=True; float32_statistics=True: what is stored stays float32 in a half module.
+        group=None: a process group (``torch.distributed.group.WORLD``: all ranks) over whose ranks training whitens, by
+            what they hold together; a rank without data passes an input of no samples.
     Called with ``mask=``, ``lengths=`` or a packed sequence: statistics are over the elements that count, the output is
     0 elsewhere. A mask is one for all channels of a group.
     Shapes: parameters and running_mean (C,); running_covariance (or running_whitening) (C / k, k, k). Input and output
@@ -233,6 +251,7 @@ class BatchWhitening(BatchWhiteningState):
         state: str = "covariance",
         bias: bool = True,
         float32_statistics: bool = True,
+        group: Any = None,
     ) -> None:
         self.method = choice("BatchWhitening", "method", method, ("zca", "cholesky"))
         super().__init__(
@@ -248,6 +267,7 @@ class BatchWhitening(BatchWhiteningState):
             state=state,
             bias=bias,
             float32_statistics=float32_statistics,
+            group=group,
         )
 
     def extra_repr(self) -> str:

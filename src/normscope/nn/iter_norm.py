@@ -24,7 +24,7 @@ class IterNorm(BatchWhiteningState):
     momentum=0.1 (None: the plain average of all batches); affine=True; track_running_stats=True; device, dtype; and by
     name
         iterations=5, the paper's.
-        eps_at, bias, float32_statistics: as `BatchWhitening`.
+        eps_at, bias, float32_statistics, group: as `BatchWhitening`.
         state: ``"whitening"``, as the paper, or ``"covariance"``.
     Shapes, masks and errors as `BatchWhitening`; BadInput also where iterations is below 1.
 
@@ -56,6 +56,7 @@ class IterNorm(BatchWhiteningState):
         state: str = "whitening",
         bias: bool = True,
         float32_statistics: bool = True,
+        group: Any = None,
     ) -> None:
         (self.iterations,) = sizes("IterNorm", "iterations", iterations, "Leave it at 5.")
         super().__init__(
@@ -71,6 +72,7 @@ class IterNorm(BatchWhiteningState):
             state=state,
             bias=bias,
             float32_statistics=float32_statistics,
+            group=group,
         )
 
     def extra_repr(self) -> str:

@@ -65,6 +65,7 @@ def _of_batches(obj: Any, input_ndim: int | None) -> Reading:
         "batch",
         later,
         ("train",) if moves else (),
+        synchronized=getattr(obj, "group", None) is not None,
     )
 
 
