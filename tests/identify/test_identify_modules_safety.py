@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from normscope.errors import BadInput, ModelError
+from normscope.identify.compare import compare
 from normscope.identify.modules import identify_module
 
 
@@ -101,8 +103,8 @@ def test_what_cannot_be_copied_is_refused() -> None:
     with pytest.raises(BadInput) as caught:
         identify_module(Open(6), torch.zeros(4, 6))
     assert str(caught.value) == (
-        "a module is identified on a copy, and Open cannot be copied (TypeError: cannot pickle a handle). Drop cached "
-        "activations and open handles first, or pass a function of one array"
+        "a module is identified on a copy, and Open cannot be copied (TypeError: cannot pickle a handle). Drop open "
+        "handles first, or pass a function of one array"
     )
 
 
@@ -155,3 +157,29 @@ def test_hooks_of_torch_stay() -> None:
     found = identify_module(copy.deepcopy(module), torch.zeros(4, 6))
     assert found.spec is None
     assert not any("hooks" in note for note in found.notes)
+
+
+def test_a_pruned_module_that_was_called() -> None:
+    module = nn.LayerNorm(6)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(1.0, 7.0))
+    prune.l1_unstructured(module, "weight", amount=2)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    module(x)
+    pruned = (
+        module.weight
+    )  # made of weight_orig and a mask, by a hook of torch: not a tensor that torch copies
+    kept = module(x)
+    module.kept = [kept]
+    found = identify_module(module, x)
+    assert found.spec is not None
+    assert found.weight is not None
+    assert found.weight.tolist() == [0.0, 0.0, 3.0, 4.0, 5.0, 6.0]
+    assert found.notes == ()
+    assert module.weight is not pruned
+    assert kept.grad_fn is not None
+    plain = nn.LayerNorm(6)
+    with torch.no_grad():
+        plain.weight.copy_(module.weight)
+    assert compare(module, plain, x).same is True
+    assert compare(module, nn.LayerNorm(6), x).same is False

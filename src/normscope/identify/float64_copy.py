@@ -40,6 +40,16 @@ class Float32AsFloat64(TorchFunctionMode):
         )
 
 
+class _Detached(TorchFunctionMode):
+    """Tensors that an operation gave, which torch does not copy, are copied as values: a forward left them behind, such
+    as a pruned weight, and the next call makes them anew."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
 def _widened(value: Any) -> Any:
     named = isinstance(value, str) and value == "torch.FloatTensor"
     return torch.float64 if value is torch.float32 or named else value
@@ -68,13 +78,14 @@ def copied(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
             if hooks:
                 memo[id(hooks)] = OrderedDict((k, hook) for k, hook in hooks.items() if _of_torch(hook))
     try:
-        # the hooks that stay are copied too, so that what they hold is not the owner's
-        memo |= {key: copy.deepcopy(hooks) for key, hooks in memo.items()}
-        made = copy.deepcopy(module, memo)
+        with _Detached():
+            # the hooks that stay are copied too, so that what they hold is not the owner's
+            memo |= {key: copy.deepcopy(hooks) for key, hooks in memo.items()}
+            made = copy.deepcopy(module, memo)
     except Exception as error:
         raise BadInput(
             f"a module is identified on a copy, and {type(module).__name__} cannot be copied ({told(error)}). "
-            "Drop cached activations and open handles first, or pass a function of one array"
+            "Drop open handles first, or pass a function of one array"
         ) from error
     made = made.to(device="cpu", dtype=dtype)
     for owner, name, value in plain_tensors(made):

@@ -19,6 +19,9 @@ from normscope.identify.float64_copy import Float32AsFloat64, copied, plain_tens
 
 Array = NDArray[np.float64]
 SEED = 0
+REPARAMETRIZED = ("_orig", "_g")
+"""what torch adds to the name of a parameter of which its hooks make the tensor of that name before each call: pruning
+and spectral norm, weight norm"""
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,8 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     found |= dict(module.named_buffers())
     paths = {id(part): path for path, part in module.named_modules()}
     for owner, name, tensor in plain_tensors(module):
+        if any(f"{name}{end}" in owner._parameters for end in REPARAMETRIZED):
+            continue
         path = paths[id(owner)]
         found[f"{path}.{name}" if path else name] = tensor
     return found
