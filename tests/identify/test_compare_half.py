@@ -211,3 +211,40 @@ def test_numbers_are_told_in_as_many_digits_as_they_need() -> None:
     assert [(d.field, d.a, d.b) for d in c.differences] == [
         ("weight values", "1.14286 at [3]", "1.39286 at [3]")
     ]
+
+
+class Uncast(nn.Module):
+    """An RMS norm in float32 whose output nobody casts back; in full precision it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight.float()
+
+
+def test_a_forgotten_cast_back_is_told_by_the_dtype_of_the_output() -> None:
+    right = nn.RMSNorm(16, eps=1e-6)
+    c = ns.compare(Uncast(), right, SHAPE)
+    assert (c.same, c.dtypes) == (False, {"float64": True, "bfloat16": False, "float16": False})
+    assert {(d.field, d.a, d.b, d.mode) for d in c.differences} == {
+        ("dtype of the output", "float32", "bfloat16", "bfloat16"),
+        ("dtype of the output", "float32", "float16", "float16"),
+    }
+    assert str(c).startswith(
+        "Uncast and RMSNorm: the same function of real numbers, with outputs of two dtypes in bfloat16 and float16"
+    )
+    assert c.counterexample is not None
+    assert c.counterexample.difference > 0, "numbers that the half type does not have"
+    assert ns.compare(Uncast(), Uncast(), SHAPE).same is True
+
+
+def test_a_weight_of_float32_promotes_the_output() -> None:
+    weight = torch.ones(16)
+    c = ns.compare(
+        lambda x: nn.functional.rms_norm(x, (16,), eps=1e-6) * weight, nn.RMSNorm(16, eps=1e-6), weight[None]
+    )
+    assert c.same is False
+    assert ("dtype of the output", "float32", "bfloat16") in {(d.field, d.a, d.b) for d in c.differences}

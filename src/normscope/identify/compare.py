@@ -15,9 +15,10 @@ from normscope.errors import BadInput, NormscopeError
 from normscope.identify.compare_gap import Gap, gap
 from normscope.identify.compare_half import (
     HalfGap,
+    arithmetic_difference,
     as_defined,
     differ,
-    difference,
+    dtype_difference,
     half_modes,
     on_the_grid,
     rounded,
@@ -231,7 +232,7 @@ class _Comparing:
                 f"statistics to {HALVES[mode].dtype}, which changes it by up to {size:.3g}"
             )
             return []
-        return [seen for seen in ran if seen.gap.half is not None and seen.gap.half.off.any()]
+        return [seen for seen in ran if (half := seen.gap.half) and (half.other_dtype or half.off.any())]
 
     def _remark(self, mode: str, trial: Trial, found: list[_Seen]) -> None:
         """Where they agree although they differ."""
@@ -261,9 +262,11 @@ class _Comparing:
         if answers.get("bfloat16") is not False:
             found = [d for d in found if d.mode != "bfloat16"]
         for mode in HALVES:
-            told = any(d.mode == mode for d in found)
-            if answers.get(mode) is False and not told:
-                found.append(difference(_halves(s for s in seen if s.mode == mode), mode))
+            if answers.get(mode) is not False:
+                continue
+            halves, told = _halves(s for s in seen if s.mode == mode), any(d.mode == mode for d in found)
+            found += dtype_difference(halves, mode)
+            found += [] if told else arithmetic_difference(halves, mode)
         if any(answers.get(mode) is False for mode in HALVES):
             sides = [side for side in (self.a, self.b) if side.half_words]
             self.notes += [f"{side.name} in half precision: {side.half_words}" for side in sides]

@@ -72,7 +72,8 @@ def gap(
         half = half_gap(a, b, x, x_b, back, mode, values)
         if half is None:
             raise ModelError(f"{a.name} or {b.name} cannot be asked in {HALVES[mode].dtype}")
-        return Gap("output", half.y_a, half.y_b, -np.inf if half.off.mean() > SHARE else np.inf, half=half)
+        tells = half.other_dtype or half.off.mean() > SHARE
+        return Gap("output", half.y_a, half.y_b, -np.inf if tells else np.inf, half=half)
     y_a, y_b = a.output(x, mode, va), b.output(x_b, mode, vb).transpose(back)
     size = float(np.abs(np.concatenate([y_a.ravel(), y_b.ravel()])).max(initial=0.0, where=_finite(y_a, y_b)))
     roundoff = max(a.roundoff, b.roundoff)

@@ -4,19 +4,19 @@ One function of real numbers is computed in many ways there: all in float32 and 
 or in 8 bits throughout. Each side is held against itself in float64, with its input and everything that it holds
 rounded to the half type first: an element is right where it is that number, correctly rounded. Elements on which the
 two disagree count where one of them is not right; so parameters which two conventions round differently (w and 1 + w)
-make no difference.
+make no difference. An output that comes back in another dtype does: what follows then runs in another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from normscope.errors import NormscopeError, told
-from normscope.identify.compare_result import HALVES, Difference
+from normscope.identify.compare_result import DTYPE, HALVES, Difference, largest_difference
 from normscope.identify.compare_sides import Both, ModuleSide, Side, SpecSide
 
 if TYPE_CHECKING:
@@ -53,6 +53,12 @@ class HalfGap:
     """elements of each side that are its own exact value, rounded once"""
     errors: tuple[Array, Array]
     """of each side against its exact values rounded once, in units of the last place (of a usual output at least)"""
+    dtypes: tuple[str, str]
+    """of the outputs: of the half type, but where a layer forgets to cast back"""
+
+    @property
+    def other_dtype(self) -> bool:
+        return self.dtypes[0] != self.dtypes[1]
 
 
 def half_modes(
@@ -120,20 +126,26 @@ def half_gap(
 ) -> HalfGap | None:
     """Both sides on one input; None where one of them cannot be asked."""
     held = [None if v is None else {name: rounded(value, mode) for name, value in v.items()} for v in values]
-    y_a, y_b = a.half(x, mode, held[0]), b.half(x_b, mode, held[1])
-    if y_a is None or y_b is None:
+    one, two = a.half(x, mode, held[0]), b.half(x_b, mode, held[1])
+    if one is None or two is None:
         return None
     exact_a, exact_b = a.exact(x, mode, held[0]), b.exact(x_b, mode, held[1]).transpose(back)
-    y_a, y_b = rounded(y_a, mode), rounded(y_b, mode).transpose(back)
+    y_a, y_b = rounded(one.y, mode), rounded(two.y, mode).transpose(back)
     exact_a, exact_b = rounded(exact_a, mode), rounded(exact_b, mode)
     right = _equal(y_a, exact_a), _equal(y_b, exact_b)
     off = ~_equal(y_a, y_b) & ~(right[0] & right[1])
     errors = _errors(y_a, exact_a, mode), _errors(y_b, exact_b, mode)
-    return HalfGap(y_a, y_b, off, right, errors)
+    if one.dtype != two.dtype:  # as they came
+        y_a, y_b = one.y, two.y.transpose(back)
+    return HalfGap(y_a, y_b, off, right, errors, (one.dtype, two.dtype))
 
 
-def differ(gaps: Iterable[HalfGap]) -> bool:
-    """Whether the elements that are off are more than near ties."""
+def differ(gaps: Gaps) -> bool:
+    """Whether the outputs have two dtypes, or the elements that are off are more than near ties."""
+    return any(gap.other_dtype for gap in gaps) or _rounds_differently(gaps)
+
+
+def _rounds_differently(gaps: Gaps) -> bool:
     off = [gap.off for gap in gaps]
     count = sum(int(each.sum()) for each in off)
     return count > max(LEAST, SHARE * sum(each.size for each in off))
@@ -144,13 +156,22 @@ def on_the_grid(values: Values) -> dict[str, Array]:
     return {name: np.round(value * GRID) / GRID for name, value in values.items()}
 
 
-def difference(gaps: Gaps, mode: str) -> Difference:
-    """The arithmetic of the two, each by how far it is from its own exact values."""
+def dtype_difference(gaps: Gaps, mode: str) -> Iterator[Difference]:
+    """The dtypes of the outputs, where they are two."""
+    other = [gap for gap in gaps if gap.other_dtype]
+    if other:
+        yield Difference(DTYPE, *other[0].dtypes, max(largest_difference(g.y_a, g.y_b) for g in other), mode)
+
+
+def arithmetic_difference(gaps: Gaps, mode: str) -> Iterator[Difference]:
+    """The arithmetic of the two, each by how far it is from its own exact values, where it rounds differently."""
+    if not _rounds_differently(gaps):
+        return
     size = max(float(np.abs(np.where(gap.off, gap.y_a - gap.y_b, 0.0)).max(initial=0.0)) for gap in gaps)
     one, two = (
         _quality([gap.right[side] for gap in gaps], [gap.errors[side] for gap in gaps]) for side in (0, 1)
     )
-    return Difference("arithmetic in half precision", one, two, size, mode)
+    yield Difference("arithmetic in half precision", one, two, size, mode)
 
 
 def as_defined(side: Side, mode: str) -> Side:

@@ -8,7 +8,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from normscope.errors import BadInput, ModelError, NormscopeError
-from normscope.identify.compare_sides import STORED, BoxSide, ModuleSide, Side, SpecSide
+from normscope.identify.compare_sides import (
+    STORED,
+    BoxSide,
+    HalfOutput,
+    ModuleSide,
+    Side,
+    SpecSide,
+    half_output,
+)
 from normscope.identify.framework_side import framework_side
 from normscope.spec import NormSpec
 
@@ -57,7 +65,7 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
     )
 
 
-def _in_half(fn: Any, example: Any, box: Box) -> Callable[[Array, str], Array] | None:
+def _in_half(fn: Any, example: Any, box: Box) -> Callable[[Array, str], HalfOutput] | None:
     """The function on tensors of a half type, where its box calls it with tensors; what wraps arrays does not."""
     from normscope.identify.adapters import torch_functions
     from normscope.identify.box import Boxed
@@ -68,11 +76,9 @@ def _in_half(fn: Any, example: Any, box: Box) -> Callable[[Array, str], Array] |
 
     device = getattr(example, "device", None)
 
-    def call(x: Array, dtype: str) -> Array:
+    def call(x: Array, dtype: str) -> HalfOutput:
         with torch.no_grad():
-            y = fn(torch.tensor(x, dtype=getattr(torch, dtype), device=device))
-        out: Array = y.detach().cpu().double().numpy()
-        return out
+            return half_output(fn(torch.tensor(x, dtype=getattr(torch, dtype), device=device)))
 
     return call
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from normscope.errors import printable
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -41,6 +43,7 @@ WORDS = {
     "parameters": "only where the same stored numbers are loaded into both",
 }
 """what a mode compares"""
+DTYPE = "dtype of the output"
 BY_FIELD = "by field, each alone and with parameters put in for it (together they may change less, or more)"
 
 
@@ -51,7 +54,8 @@ class Difference:
     field: str
     """a field of `NormSpec` (``eps``, ``eps_at``, ``running.momentum``), ``axes`` for the statistic sets, or the
     values of a tensor (``weight values``, ``running_mean values``); ``arithmetic in half precision`` for two that are
-    one function of real numbers and round differently on the way"""
+    one function of real numbers and round differently on the way, ``dtype of the output`` where one returns another
+    dtype for an input of a half type"""
     a: str
     b: str
     size: float
@@ -170,7 +174,9 @@ class Comparison:
         verdict = {True: "the same function", False: "not the same function", None: "undecided"}[self.same]
         apart = [dtype for dtype, same in self.dtypes.items() if same is False]
         if apart and self.dtypes.get(self.precision) is True:
-            verdict = f"the same function of real numbers, rounded differently in {' and '.join(apart)}"
+            fields = {d.field for d in self.differences if d.mode in HALVES}
+            how = "with outputs of two dtypes" if fields == {DTYPE} else "rounded differently"
+            verdict = f"the same function of real numbers, {how} in {' and '.join(apart)}"
         lines = [f"{self.name_a} and {self.name_b}: {verdict}"]
         lines += [f"  a: {self.spec_a or 'not known'}", f"  b: {self.spec_b or 'not known'}"]
         for mode, same in self.modes.items():
@@ -187,7 +193,7 @@ class Comparison:
             seen = f"{WORDS[found.mode]}, {found.quantity}, off by {found.difference:.3g}{where}"
             lines.append(f"  counterexample, made small ({seen})")
             lines += [f"    {line}" for line in str(found).splitlines()]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinities as strings."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from normscope.identify.compare_result import HALVES
 from normscope.spec import NormSpec, RunningState
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from normscope.identify.box import Box
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     Values = Mapping[str, Array]
 
 STORED = ("running_mean", "running_var")
+
+
+class HalfOutput(NamedTuple):
+    """What came back for an input of a half type."""
+
+    y: Array
+    dtype: str
+    """of the output, which may be another one"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Side:
         """The stored statistics after one call in training; empty where there are none."""
         return {}
 
-    def half(self, x: Array, mode: str, values: Values | None = None) -> Array | None:
+    def half(self, x: Array, mode: str, values: Values | None = None) -> HalfOutput | None:
         """The output in a mode of half precision, everything in that type; None where that cannot be asked."""
         return None
 
@@ -86,7 +95,7 @@ class SpecSide(Side):
         after = reference.update_running(state, x, self.spec)
         return {"running_mean": np.asarray(after.mean), "running_var": np.asarray(after.var)}
 
-    def half(self, x: Array, mode: str, values: Values | None = None) -> Array | None:
+    def half(self, x: Array, mode: str, values: Values | None = None) -> HalfOutput | None:
         import torch
 
         from normscope.functional import normalize
@@ -111,8 +120,7 @@ class SpecSide(Side):
             running=running,
             training=training,
         )
-        out: Array = y.double().numpy()
-        return out
+        return half_output(y)
 
     def _given(self, values: Values | None) -> Values:
         return values if values is not None else self.held or {}
@@ -123,7 +131,7 @@ class BoxSide(Side):
     """A callable as it is."""
 
     box: Box | None = None
-    in_half: Callable[[Array, str], Array] | None = None
+    in_half: Callable[[Array, str], HalfOutput] | None = None
     """a function of tensors, called with those of a half type"""
 
     def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
@@ -133,7 +141,7 @@ class BoxSide(Side):
         except Exception as error:
             raise ModelError(f"{self.name} raised on an input of shape {x.shape}: {told(error)}") from error
 
-    def half(self, x: Array, mode: str, values: Values | None = None) -> Array | None:
+    def half(self, x: Array, mode: str, values: Values | None = None) -> HalfOutput | None:
         if self.in_half is None:
             return None
         try:
@@ -159,8 +167,12 @@ class ModuleSide(Side):
         tensors = self.boxes["train"].set(self._settings(values)).run(x).tensors
         return {name: tensors[self.paths[name]] for name in STORED if name in self.paths}
 
-    def half(self, x: Array, mode: str, values: Values | None = None) -> Array | None:
-        return self._halves(mode)[0].set(self._settings(values))(x)
+    def half(self, x: Array, mode: str, values: Values | None = None) -> HalfOutput | None:
+        import torch
+
+        box = self._halves(mode)[0].set(self._settings(values))
+        with torch.no_grad():
+            return half_output(box.apply(box.fork(), torch.from_numpy(np.array(x)).to(box.dtype)))
 
     def exact(self, x: Array, mode: str, values: Values | None = None) -> Array:
         return self._halves(mode)[1].set(self._settings(values))(x)
@@ -199,6 +211,11 @@ class Both:
     @property
     def settable(self) -> bool:
         return self.a.settable and self.b.settable
+
+
+def half_output(y: torch.Tensor) -> HalfOutput:
+    """An output with its dtype."""
+    return HalfOutput(y.detach().cpu().double().numpy(), str(y.dtype).removeprefix("torch."))
 
 
 def _state(values: Values) -> RunningState | None:
