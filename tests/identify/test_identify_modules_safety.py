@@ -183,3 +183,13 @@ def test_a_pruned_module_that_was_called() -> None:
         plain.weight.copy_(module.weight)
     assert compare(module, plain, x).same is True
     assert compare(module, nn.LayerNorm(6), x).same is False
+
+
+def test_a_compiled_module_is_copied_without_its_wrapper() -> None:
+    x = torch.zeros(4, 6)
+    compiled = torch.compile(nn.LayerNorm(6), backend="eager")
+    held = nn.Sequential(torch.compile(nn.LayerNorm(6), backend="eager"))
+    held(x)
+    for module in (compiled, held):
+        assert compare(module, nn.LayerNorm(6), x).same is True
+        assert identify_module(module, x).spec == identify_module(nn.LayerNorm(6), x).spec

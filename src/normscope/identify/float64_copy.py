@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from normscope.errors import BadInput, told
 from normscope.identify.memory import freed
-from normscope.identify.patched_forward import runs_on_the_original
+from normscope.identify.patched_forward import runs_on_the_original, uncompiled
 
 _HOOKS = (
     "_forward_hooks",
@@ -64,6 +64,7 @@ def copied(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
         BadInput: for modules whose parameters have no values yet (lazy, meta), or that cannot be copied, as where a
             forward that was put on the module holds it.
     """
+    module = uncompiled(module)
     _refuse_without_values(module)
     if (path := runs_on_the_original(module)) is not None:
         raise BadInput(
@@ -81,6 +82,9 @@ def copied(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
         with _Detached():
             # the hooks that stay are copied too, so that what they hold is not the owner's
             memo |= {key: copy.deepcopy(hooks) for key, hooks in memo.items()}
+            for part in module.modules():
+                if (inner := uncompiled(part)) is not part:
+                    memo[id(part)] = copy.deepcopy(inner, memo)
             made = copy.deepcopy(module, memo)
     except Exception as error:
         raise BadInput(

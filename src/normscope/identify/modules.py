@@ -34,6 +34,7 @@ from normscope.identify.module_mode import (
 from normscope.identify.module_parameters import NoAxes
 from normscope.identify.module_state import NotOfTheFamily, Whole, reads_what_it_moves, whole_of
 from normscope.identify.module_verified import Verified, verified
+from normscope.identify.patched_forward import uncompiled
 from normscope.identify.repeats import global_generators_kept
 from normscope.identify.result import Evidence, Identification
 from normscope.identify.spelling import names_of
@@ -74,7 +75,7 @@ def identify_module(
                 "each mode: lambda x: layer(x, training=True)"
             )
         return identify_box(box_of(module, example), shape_of(example), layout=layout)
-    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    module = uncompiled(module)
     with global_generators_kept():
         answer = _identified(module, example, layout, training)
     return as_stated(answer, module)

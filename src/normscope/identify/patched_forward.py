@@ -1,4 +1,7 @@
-"""A forward that was put on one module and holds that module: in a copy it would run on, and write, the original."""
+"""A forward that was put on one module and holds that module: in a copy it would run on, and write, the original.
+
+What torch.compile wraps is such a module too, and is copied without the wrapper.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,16 @@ from typing import Any
 
 from torch import nn
 
+WRAPPED = "_orig_mod"
+"""where a module that torch.compile made holds the one that it was made of"""
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile was given; any other module itself."""
+    while (inner := module._modules.get(WRAPPED)) is not None:
+        module = inner
+    return module
+
 
 def runs_on_the_original(module: nn.Module) -> str | None:
     """The path of the first part whose own ``forward`` holds a part of ``module``; None where there is none.
@@ -19,7 +32,7 @@ def runs_on_the_original(module: nn.Module) -> str | None:
     """
     parts = {id(part) for part in module.modules()}
     for path, part in module.named_modules():
-        own = part.__dict__.get("forward")
+        own = None if WRAPPED in part._modules else part.__dict__.get("forward")
         if isinstance(own, FunctionType) and any(id(held) in parts for held in _held(own, set())):
             return str(path)
     return None
