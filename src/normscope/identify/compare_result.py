@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from normscope.errors import printable
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -55,7 +53,8 @@ class Difference:
     """a field of `NormSpec` (``eps``, ``eps_at``, ``running.momentum``), ``axes`` for the statistic sets, or the
     values of a tensor (``weight values``, ``running_mean values``); ``arithmetic in half precision`` for two that are
     one function of real numbers and round differently on the way, ``dtype of the output`` where one returns another
-    dtype for an input of a half type"""
+    dtype for an input of a half type, ``statistics in training`` where one normalizes by stored ones there too, and
+    ``beyond the specifications`` where no field tells it"""
     a: str
     b: str
     size: float
@@ -193,7 +192,7 @@ class Comparison:
             seen = f"{WORDS[found.mode]}, {found.quantity}, off by {found.difference:.3g}{where}"
             lines.append(f"  counterexample, made small ({seen})")
             lines += [f"    {line}" for line in str(found).splitlines()]
-        return "\n".join(map(printable, lines))
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinities as strings."""
