@@ -100,6 +100,23 @@ def test_what_is_wrong_with_the_data_shows():
     assert "NS403" in codes(ns.check(OnnxModel(open_batch(nn.Sequential(nn.GroupNorm(1, 3), net))), far))
 
 
+def test_stored_statistics_of_other_data_show_in_a_graph():
+    net, x = network(), images(128)
+    net[1].momentum = 1.0  # the statistics of the last batch
+    with torch.no_grad():
+        net.train()(x[:64])
+    model = OnnxModel(open_batch(net.eval()))
+    assert "NS304" in ns.check(model, x[64:], select=["NS304"]).passed
+    (finding,) = ns.check(model, 255 * x[64:], select=["NS304"]).findings
+    (module,) = ns.check(net, 255 * x[64:], select=["NS304"]).findings
+    assert (finding.site, finding.severity) == ("/1/BatchNormalization", "error")
+    # float32 convolutions of two libraries
+    assert finding.evidence == pytest.approx(module.evidence, rel=1e-3)
+    assert finding.fix == f"{module.fix} in the model that the graph was exported from"
+    # random numbers of the declared sizes are no data
+    assert "NS304" not in ns.check(model, select=["NS304"]).passed
+
+
 def test_a_padded_convolution_behind_an_activation_cannot_take_the_norm():
     class Watermark(nn.Module):
         def __init__(self):

@@ -29,7 +29,9 @@ independent: copies and overlapping crops of one image are noticed and the findi
 overlap are not. A batch of one class, sorted data, or several rows of one user is not noticed and differs truly.
 Statistics that are still at their initial values are left to NS302. A norm that is frozen, or in eval in a model
 that is being trained, uses its stored statistics in training too: there is no gap, and recomputing them would do
-harm. It is listed as not run.
+harm. It is listed as not run. The norm of a graph that was exported for inference does not say how it was trained:
+it is compared, and a gap of one that was frozen in training too means only that this data is not what its statistics
+were collected on.
 
 ## Example
 ```python
@@ -87,7 +89,9 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
     training = in_training(subject)
     for site in subject.sites:
         stored = stored_in_training(site, training)
-        if stored:
+        if stored and site.kind == "node":  # of a graph for inference: its training is not in the file
+            live.add(site.name)
+        elif stored:
             yield NotRun(
                 "NS304",
                 f"{stored}: training uses the stored statistics too, so there is no gap to measure",
@@ -116,7 +120,9 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
 
 def _fix(subject: Subject, name: str, earlier: int, agree: bool) -> str:
     """By where the first norm stands that differs: what is wrong with the inputs shows at the first of all."""
-    recompute = "or recompute the running statistics on this data"
+    site = next(site for site in subject.known() if site.name == name)
+    source = " in the model that the graph was exported from" if site.kind == "node" else ""
+    recompute = f"or recompute the running statistics on this data{source}"
     if not earlier:
         return f"feed what the network was trained on (scaling, mean, standard deviation), {recompute}"
     if not agree:
@@ -126,7 +132,6 @@ def _fix(subject: Subject, name: str, earlier: int, agree: bool) -> str:
         f"{plural(earlier, 'earlier norm')} agree{'s' if earlier == 1 else ''} with this batch, so the inputs and "
         f"their preprocessing are not the cause{' (unless this norm reads another of the inputs)' if several else ''}"
     )
-    site = next(site for site in subject.known() if site.name == name)
     if any(maker.dropout > 0 for call in site.calls for maker in call.fed_by):
         return f"{clear}: move the dropout behind this norm (see NS601), {recompute}"
     return (
