@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -199,3 +201,16 @@ def test_verify_passes(layer):
     failed = [item for item in report.evidence if not item.passed]
     assert report.evidence
     assert not failed, report.text(long=True)
+
+
+def test_functions_may_be_first_loaded_by_the_forward_that_is_checked() -> None:
+    code = (
+        "import torch, normscope as ns\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return ns.normalize(x, ns.families.layer_norm(weight=False, bias=False))\n"
+        "print(ns.check(Net(), torch.randn(8, 4)).sites[0].type_name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.strip() == "normscope.functional.normalize"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import normscope.functional  # noqa: F401 - registers operators, which a forward that is followed could not do
 from normscope.distributed import alone
 from normscope.doctor.ambient import Ambient, seed_everything
 from normscope.doctor.copy_on_write import CopyOnWrite, EscapeWatch, Vault

@@ -35,7 +35,7 @@ _HOME = {
     "GhostBatchNorm2d": "ghost_batch_norm",
     "GhostBatchNorm3d": "ghost_batch_norm",
     "SyncBatchNorm": "sync_batch_norm",
-    "accumulating": "accumulating",
+    "accumulating": "accumulation",
     "FrozenBatchNorm": "frozen_batch_norm",
     "InstanceNorm1d": "instance_norm",
     "InstanceNorm2d": "instance_norm",
@@ -74,7 +74,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from normscope.nn.accumulating import accumulating as accumulating
+    from normscope.nn.accumulation import accumulating as accumulating
     from normscope.nn.adaptive_group_norm import AdaptiveGroupNorm as AdaptiveGroupNorm
     from normscope.nn.adaptive_instance_norm import AdaptiveInstanceNorm as AdaptiveInstanceNorm
     from normscope.nn.adaptive_layer_norm import AdaptiveLayerNorm as AdaptiveLayerNorm
