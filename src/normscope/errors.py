@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class NormscopeError(Exception):
     """Base of the errors that a command line turns into one message and exit code 2."""
@@ -64,3 +66,23 @@ def shortened(text: str, lines: int = LINES, width: int = WIDTH) -> str:
     if rest:
         kept.append(f"... ({rest} more line{'s' if rest > 1 else ''})")
     return "\n    ".join(kept)
+
+
+CONTROL = re.compile(
+    r"\n(?!    )|[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""control characters, line ends, changes of direction, halves of surrogate pairs; not the line ends of `shortened`"""
+COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#(?:\[|vso\[))", re.MULTILINE)
+"""where a line begins that the log of a CI service would carry out"""
+
+
+def printable(text: str) -> str:
+    r"""One line, or a message of `shortened`, as a terminal and a CI log can have it: nothing in it is carried out.
+
+    Names come from files, and may hold anything: escape sequences of a terminal, line ends, workflow commands.
+
+    >>> print(printable("\x1b[31mbn\n::error::"), printable("::error::bn"), printable("aten::norm, naïve"))
+    \x1b[31mbn\n::error:: \x3a:error::bn aten::norm, naïve
+    """
+    text = CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return COMMAND.sub(lambda found: (found[1] or "") + f"\\x{ord(found[0][-1]):02x}", text)

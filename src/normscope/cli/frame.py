@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from normscope.errors import WIDTH, NormscopeError, shortened, told
+from normscope.errors import WIDTH, NormscopeError, printable, shortened, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,8 @@ def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
             code = INTERRUPTED
         except BaseException as error:
             if kwargs.get("traceback"):
-                traceback.print_exception(error)
+                lines = "".join(traceback.format_exception(error)).splitlines()
+                print("\n".join(map(printable, lines)), file=sys.stderr)
             else:
                 _say(_explained(error))
             code = WRONG
@@ -61,7 +62,7 @@ def note(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"normscope: {text}", file=sys.stderr)
+    print(printable(f"normscope: {text}"), file=sys.stderr)
 
 
 def _explained(error: BaseException) -> str:
@@ -94,4 +95,4 @@ def progress(steps: int = STEPS) -> Iterator[Callable[[str], None]]:
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading", total=steps)
-        yield lambda word: bar.update(task, description=word.replace("_", " "), advance=1)
+        yield lambda word: bar.update(task, description=printable(word.replace("_", " ")), advance=1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from normscope.errors import printable
 from normscope.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Identification:
         ):
             lines += [f"  {title}: {entry}" for entry in entries]
         lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""

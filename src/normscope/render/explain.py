@@ -5,7 +5,7 @@ from __future__ import annotations
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from normscope.doctor.wording import encodable
+from normscope.errors import printable
 from normscope.render.grouping import counted
 from normscope.render.randomness import kept_random_state
 
@@ -28,13 +28,13 @@ def to_text(explanation: Explanation, width: int = 100) -> str:
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     print_explanation(explanation, console)
     assert isinstance(console.file, StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    return "\n".join(printable(line.rstrip()) for line in console.file.getvalue().splitlines()) + "\n"
 
 
 @kept_random_state()
 def print_explanation(explanation: Explanation, console: Console) -> None:
     sites = counted(len(explanation.report.sites), "normalization")
-    console.print(Text(encodable(f"{explanation.target or 'model'}: {sites}"), style="bold"))
+    console.print(Text(printable(f"{explanation.target or 'model'}: {sites}"), style="bold"))
     for step in explanation.steps:
         word, style = VERDICTS[step.ok]
         console.print()
@@ -44,10 +44,10 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
         grid = Table.grid(padding=(0, 1))
         grid.add_column(width=11, no_wrap=True)
         grid.add_column()
-        grid.add_row(Text("   done", style="dim"), Text(encodable(step.done)))
+        grid.add_row(Text("   done", style="dim"), Text(printable(step.done)))
         for index, line in enumerate(step.seen):
-            grid.add_row(Text("   seen" if index == 0 else "", style="dim"), Text(encodable(line)))
-        grid.add_row(Text("   follows", style="dim"), Text(encodable(step.follows)))
+            grid.add_row(Text("   seen" if index == 0 else "", style="dim"), Text(printable(line)))
+        grid.add_row(Text("   follows", style="dim"), Text(printable(step.follows)))
         console.print(grid)
     console.print()
     first = explanation.first
@@ -60,7 +60,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
     where = f" at {first.site}" if first.site else ""
     console.print(
         Text(
-            encodable(f"Begin with step {first.number}, {first.title}{where}: {first.todo or first.follows}"),
+            printable(f"Begin with step {first.number}, {first.title}{where}: {first.todo or first.follows}"),
             style="bold",
         )
     )

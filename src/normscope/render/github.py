@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from normscope.doctor.wording import encodable
+from normscope.errors import printable
 from normscope.render.grouping import grouped, listed
 
 if TYPE_CHECKING:
@@ -31,5 +31,5 @@ def to_github(report: Report) -> str:
 
 
 def _escaped(text: str, in_property: bool = False) -> str:
-    text = encodable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    text = printable(text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))
     return text.replace(":", "%3A").replace(",", "%2C") if in_property else text

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from normscope.errors import printable
 from normscope.render.grouping import label
 from normscope.render.randomness import kept_random_state
 
@@ -44,7 +45,7 @@ def print_sites(rows: Sequence[SiteRow], console: Console, *, ran: bool = True) 
     table = Table("site", "type", *WHAT, *WHERE, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         cells = (_name(row), _type(row), *_what(row), row.mode_train, row.mode_eval, _calls(row, ran))
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
 
 
@@ -55,7 +56,7 @@ def _print_blocks(rows: Sequence[SiteRow], console: Console, ran: bool) -> None:
     for (type_name, *what), members in blocks.items():
         alone = len(members) == 1
         head = _name(members[0]) if alone else f"{len(members)} sites"
-        console.print(Text(f"{head}  {type_name}", style="bold"))
+        console.print(Text(printable(f"{head}  {type_name}"), style="bold"))
         where = {row.name: _where(row, ran) for row in members}
         shared = {
             key: value
@@ -82,9 +83,10 @@ def _print_lines(lines: Iterable[tuple[str, str]], console: Console) -> None:
     """Words with what they say beside them, hanging."""
     for word, text in lines:
         if text:
-            body = wrap(text, max(console.width - INDENT, 20), break_on_hyphens=False)
+            body = wrap(printable(text), max(console.width - INDENT, 20), break_on_hyphens=False)
             first = f"    {word}".ljust(INDENT)
-            console.print(Text(f"\n{' ' * INDENT}".join([first + body[0], *body[1:]])), soft_wrap=True)
+            for line in (first + body[0], *(" " * INDENT + more for more in body[1:])):
+                console.print(Text(printable(line)), soft_wrap=True)
 
 
 def described(row: SiteRow) -> dict[str, str]:

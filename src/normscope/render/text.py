@@ -6,7 +6,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from normscope.doctor.suppress import told
-from normscope.doctor.wording import encodable
+from normscope.errors import printable
 from normscope.render.grouping import Group, counted, grouped, label, listed, shown
 from normscope.render.randomness import kept_random_state
 
@@ -27,7 +27,8 @@ def to_text(report: Report, width: int = 100, *, hint: str = "") -> str:
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     print_report(report, console, hint=hint)
     assert isinstance(console.file, StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    lines = console.file.getvalue().splitlines()  # a command may have come to a line's beginning
+    return "\n".join(printable(line.rstrip()) for line in lines) + "\n"
 
 
 @kept_random_state()
@@ -38,7 +39,7 @@ def print_report(report: Report, console: Console, *, hint: str = "") -> None:
     """
     known = [row for row in report.sites if row.spec is not None]
     unknown = len(report.sites) - len(known)
-    head = Text(encodable(f"{report.target or 'model'}: "), style="bold")
+    head = Text(printable(f"{report.target or 'model'}: "), style="bold")
     head.append(counted(len(report.sites), "normalization"))
     if unknown:
         head.append(f" ({unknown} not identified)")
@@ -80,7 +81,7 @@ def _print_group(group: Group, console: Console) -> None:
     first = group.first
     head = Text(f"{first.severity:<8}", style=STYLES[first.severity])
     head.append(f"{first.code} {first.name}", style="bold")
-    head.append(encodable(f"  {label(first.site)}") + (f" ({first.mode})" if first.mode else ""))
+    head.append(printable(f"  {label(first.site)}") + (f" ({first.mode})" if first.mode else ""))
     console.print(head)
     _indented(console, first.message)
     if first.evidence:
@@ -97,7 +98,7 @@ def _print_group(group: Group, console: Console) -> None:
 
 
 def _indented(console: Console, text: str, style: str = "") -> None:
-    console.print(Padding(Text(encodable(text), style=style), (0, 0, 0, 8)))
+    console.print(Padding(Text(printable(text), style=style), (0, 0, 0, 8)))
 
 
 def _label(console: Console, word: str, text: str) -> None:
@@ -105,7 +106,7 @@ def _label(console: Console, word: str, text: str) -> None:
     grid = Table.grid(padding=(0, 0))
     grid.add_column(width=8, no_wrap=True)
     grid.add_column()
-    grid.add_row(Text(word, style="dim"), Text(encodable(text)))
+    grid.add_row(Text(word, style="dim"), Text(printable(text)))
     console.print(grid)
 
 

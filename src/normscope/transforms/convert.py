@@ -12,7 +12,7 @@ from torch import nn
 from normscope.doctor import arguments
 from normscope.doctor.refusals import unwrap
 from normscope.doctor.session import Session
-from normscope.errors import BadInput
+from normscope.errors import BadInput, printable
 from normscope.reading import Reading, read
 from normscope.reading.base import qualified_name
 from normscope.transforms import optimizers
@@ -44,7 +44,9 @@ class ConvertReport(TransformReport):
     def __str__(self) -> str:
         lines = [f"convert: {FIRST if self.function_changes else STAYS}"] if self.done else []
         lines.append(super().__str__())
-        lines += [f"  {name}: was {before}; now {after}" for name, before, after in self.properties]
+        lines += [
+            printable(f"  {name}: was {before}; now {after}") for name, before, after in self.properties
+        ]
         return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from normscope.errors import printable
 from normscope.transforms.held_out import HeldOut
 from normscope.transforms.report import TransformReport
 
@@ -65,4 +66,4 @@ class RecalibrationReport(TransformReport):
             if self.held_out is None
             else ""
         )
-        return "\n".join([*lines, f"  {held or self.held_out}"])
+        return "\n".join([lines[0], *map(printable, [*lines[1:], f"  {held or self.held_out}"])])

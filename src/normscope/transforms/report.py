@@ -10,6 +10,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from normscope.errors import printable
+
 SHOWN = 4
 """sites of one kind that the text names before it counts; a rehearsal, which is a plan, names them all"""
 UNSAMPLED = (
@@ -120,7 +122,7 @@ class TransformReport:
             if one.error_before is not None and one.error_after is not None:
                 lines[-1] += f"; from float64 {one.error_before:.1e} before, {one.error_after:.1e} after"
             lines[-1] += f"; allowed {one.allowed:.1e}"
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+        return "\n".join(map(printable, [*lines, *(f"  {note}" for note in self.notes)]))
 
     def _summary(self, would: str) -> str:
         ours = sum(site.already for site in self.sites)

@@ -13,7 +13,7 @@ from normscope.doctor import arguments
 from normscope.doctor.nested import detached, tensors
 from normscope.doctor.refusals import unwrap
 from normscope.doctor.session import Session
-from normscope.errors import BadInput
+from normscope.errors import BadInput, printable
 from normscope.transforms.chosen import Chosen, chosen, copied
 
 STATISTICS = ("running_mean", "running_var")
@@ -48,7 +48,7 @@ class StateSensitivity:
         for one in sorted(self.sites, key=lambda s: -s.alone):
             name = one.site or "the model itself"
             lines.append(f"  {name}: by it alone {one.alone:.2g}; its own output differs by {one.output:.2g}")
-        return "\n".join([*lines, f"  {SAID}"])
+        return "\n".join(map(printable, [*lines, f"  {SAID}"]))
 
 
 def state_sensitivity(

@@ -10,6 +10,7 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 from normscope.doctor.report import plain
+from normscope.errors import printable
 from normscope.verify import text
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class VerifyReport:
     def text(self, *, long: bool = False) -> str:
         """For people. Of one norm one line a check, of several one line a norm, of PyTorch's own every item with input
         and results abbreviated; ``long`` writes everything out."""
-        return "\n".join(text.report_lines(self, long=long))
+        lines = (line for entry in text.report_lines(self, long=long) for line in entry.split("\n"))
+        return "\n".join(map(printable, lines))
 
     def __str__(self) -> str:
         return self.text()

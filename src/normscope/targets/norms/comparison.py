@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from normscope.doctor.report import plain
 from normscope.doctor.wording import listed, plural
-from normscope.errors import BadInput, BadTarget
+from normscope.errors import BadInput, BadTarget, printable
 from normscope.targets.norms.differences import NormDifference, counters_differ, differences
 from normscope.targets.norms.listed import FILE, GRAPH, ListedNorm, NormList
 from normscope.targets.norms.pairing import Pairing, paired
@@ -83,7 +83,7 @@ class NormsComparison:
                 lines.append(f"  {len(names)} only in {source}: {listed(names, SHOWN)}")
         lines += [f"  - {line}" for line in self._told()]
         lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def _told(self) -> Iterator[str]:
         """A line for each field or tensor, with the norms where it differs, those that differ most first."""

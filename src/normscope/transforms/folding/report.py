@@ -8,6 +8,7 @@ from math import log2
 from typing import TYPE_CHECKING, Protocol
 
 from normscope.doctor.wording import listed, number, plural
+from normscope.errors import printable
 from normscope.transforms.report import TransformReport
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ class FoldReport(TransformReport):
                 f"  state dict: {plural(len(self.removed_keys), 'key')} {would}gone ({listed(self.removed_keys)})"
                 + (f", {len(self.added_keys)} new ({listed(self.added_keys)})" if self.added_keys else "")
             )
-        return "\n".join([*lines, *(f"  {note}" for note in _spread(self.folds))])
+        return "\n".join(
+            [lines[0], *map(printable, [*lines[1:], *(f"  {note}" for note in _spread(self.folds))])]
+        )
 
 
 class FoldedStep(Protocol):
