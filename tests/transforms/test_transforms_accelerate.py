@@ -427,11 +427,21 @@ class Everywhere(nn.Module):
         return out
 
 
+HAND_WRITTEN = (
+    "is written by hand, and only layers that can be read are changed: write a layer of torch.nn in its place; for "
+    "fold, freeze and recalibrate a method __normscope__ that says what it computes is enough"
+)
+INLINED = (
+    "is written by hand inside a larger forward, and only layers that can be read are changed: write a layer of "
+    "torch.nn in its place"
+)
+
+
 def test_what_is_no_module_is_listed_as_left() -> None:
     model = Everywhere()
     _, report = accelerate(nn.Sequential(model), seeded(*WORDS))
     assert [(site.name, site.before, site.reason, site.already) for site in report.left[1:]] == [
-        ("0.mine", f"{__name__}.Written", "hand-written: not identified", False),
+        ("0.mine", f"{__name__}.Written", HAND_WRITTEN, False),
         (
             "0:F.layer_norm",
             "F.layer_norm",
@@ -444,7 +454,7 @@ def test_what_is_no_module_is_listed_as_left() -> None:
             "a call of F.normalize, not a module: write normscope.functional.l2_norm, or a normscope.nn layer",
             False,
         ),
-        ("0:hand-written", "arithmetic", "hand-written inside a larger forward: not identified", False),
+        ("0:hand-written", "arithmetic", INLINED, False),
         (
             "0:normscope.functional.group_norm",
             "normscope.functional.group_norm",
@@ -456,14 +466,14 @@ def test_what_is_no_module_is_listed_as_left() -> None:
     assert [site.name for site in report.done] == ["0.norm"]
     words = str(report)
     assert words.startswith("accelerate: 1 of 6 normalizations done, 1 more is normscope's already\n")
-    assert f"  left  {__name__}.Written: 0.mine: hand-written: not identified" in words.splitlines()
+    assert f"  left  {__name__}.Written: 0.mine: {HAND_WRITTEN}" in words.splitlines()
 
 
 def test_a_model_that_is_a_hand_written_norm() -> None:
     _, report = accelerate(Written(), seeded(*WORDS))
     assert str(report).splitlines()[:2] == [
         "accelerate: 0 of 1 normalizations done",
-        f"  left  {__name__}.Written: the model itself: hand-written: not identified",
+        f"  left  {__name__}.Written: the model itself: {HAND_WRITTEN}",
     ]
     _, report = accelerate(Written())
     assert report.sites == ()

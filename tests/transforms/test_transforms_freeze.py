@@ -426,6 +426,29 @@ def test_functions_are_listed_with_a_sample() -> None:
     ]
 
 
+def test_hand_written_norms_are_left_and_said_to_be_hand_written() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("running_mean", torch.zeros(3))
+            self.register_buffer("running_var", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean, var = (s.view(3, 1, 1) for s in (self.running_mean, self.running_var))
+            return (x - mean) / (var + 1e-5).sqrt()
+
+    class OwnLayerNorm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+
+    _, report = freeze(nn.Sequential(Own(), OwnLayerNorm()), sample=X)
+    reason = (
+        "is written by hand, and only layers that can be read are changed: write a layer of torch.nn in its place; for "
+        "fold, freeze and recalibrate a method __normscope__ that says what it computes is enough"
+    )
+    assert [(site.name, site.reason) for site in report.left] == [("0", reason), ("1", reason)]
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,10 @@ Select = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
 """``"backbone"`` (it and all inside), ``"layer?.*.bn1"`` (a pattern), several, or ``(path, module) -> bool``"""
 REASON = 100
 """letters of the reason why a model cannot be copied: torch tells a story"""
+HAND_WRITTEN = (
+    "is written by hand, and only layers that can be read are changed: write a layer of torch.nn in its place; for "
+    "fold, freeze and recalibrate a method __normscope__ that says what it computes is enough"
+)
 SHOWN = 6
 """paths that a message names"""
 
@@ -83,7 +87,7 @@ def _site(path: str, module: nn.Module, aliases: tuple[str, ...]) -> Chosen | No
     except UnknownNormalization as error:
         if not error.recognized and not has_running_state(module):
             return None
-        return Chosen(path, module, None, str(error), aliases)
+        return Chosen(path, module, None, str(error) if error.recognized else HAND_WRITTEN, aliases)
 
 
 def _wanted(select: Select) -> Callable[[str, nn.Module], bool]:

@@ -14,11 +14,16 @@ from normscope import functional
 from normscope.doctor.session import Session
 from normscope.doctor.site import Site
 from normscope.doctor.sites import find_sites
+from normscope.transforms.chosen import HAND_WRITTEN
 from normscope.transforms.report import SiteChange
 
 OTHER_NAMES = {"normalize": "l2_norm"}
 """functions of torch that `normscope.functional` has under another name"""
 HOME = f"{functional.__name__}."
+INLINED = (
+    "is written by hand inside a larger forward, and only layers that can be read are changed: write a layer of "
+    "torch.nn in its place"
+)
 
 
 def elsewhere(
@@ -47,8 +52,7 @@ def _reason(site: Site) -> str:
             "keeps layers of normscope.nn, torch.jit runs torch's code in their place"
         )
     if site.kind != "functional":
-        inside = " inside a larger forward" if site.kind == "inlined" else ""
-        return f"hand-written{inside}: not identified"
+        return INLINED if site.kind == "inlined" else HAND_WRITTEN
     if site.type_name.startswith(HOME):
         return "is a call of normscope.functional already"
     name = site.type_name.rpartition(".")[2]

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from normscope.doctor import arguments
 from normscope.doctor.refusals import unwrap
-from normscope.transforms.chosen import Chosen, Model, Select, chosen, copied, one_of
+from normscope.transforms.chosen import HAND_WRITTEN, Chosen, Model, Select, chosen, copied, one_of
 from normscope.transforms.elsewhere import elsewhere
 from normscope.transforms.frozen import freeze_affine, freeze_statistics, frozen_parts, thaw
 from normscope.transforms.report import UNSAMPLED, Agreement, SiteChange, TransformReport
@@ -128,7 +128,9 @@ def _done(
         agreements, notes = (agreement,), notes + unseen
         known = {path for change in changes for path in (change.name, *change.aliases)}
         others = elsewhere(unwrap(model), args or (), kwargs, known)
-        changes += tuple(replace(other, reason=NO_MODULE) for other in others)
+        changes += tuple(
+            other if other.reason == HAND_WRITTEN else replace(other, reason=NO_MODULE) for other in others
+        )
     elif name == "freeze":
         notes += UNSAMPLED
     report = TransformReport(name, changes, agreements, notes, dry_run)
