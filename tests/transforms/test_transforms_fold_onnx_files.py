@@ -116,7 +116,8 @@ def test_weights_beside_the_graph(beside: Path, tmp_path: Path) -> None:
     folded, report = fold(beside)
     assert len(report.done) == 1
     folded.save(tmp_path / "out.onnx")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out.onnx", "out.onnx.data"]
+    (data,) = tmp_path.glob("out.onnx.*.data")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out.onnx", data.name]
     onnx.checker.check_model(str(tmp_path / "out.onnx"), full_check=True)
     written = onnx.load(tmp_path / "out.onnx", load_external_data=False)
     places = {t.name: t.data_location == onnx.TensorProto.EXTERNAL for t in written.graph.initializer}
@@ -125,11 +126,41 @@ def test_weights_beside_the_graph(beside: Path, tmp_path: Path) -> None:
     old, new = (truth(onnx.load(path), x) for path in (beside, tmp_path / "out.onnx"))
     np.testing.assert_allclose(new, old, atol=30 * 2.0**-23 * 24)
     again = OnnxModel(tmp_path / "out.onnx")
-    with pytest.raises(BadInput) as caught:
-        again.save(tmp_path / "out.onnx")
-    assert str(caught.value) == (
-        f"{tmp_path / 'out.onnx.data'} holds weights of the graph itself: write to another file or folder"
-    )
+    again.save(tmp_path / "out.onnx")  # over the weights that it reads itself
+    assert list(tmp_path.glob("out.onnx.*.data")) == [data]
+    np.testing.assert_array_equal(truth(onnx.load(tmp_path / "out.onnx"), x), new)
+
+
+def test_a_kill_between_two_files_left_the_old_graph_with_new_weights(
+    beside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = fold(beside)
+    out = tmp_path / "out.onnx"
+    first.save(out)
+    x = np.random.default_rng(0).normal(size=(2, 3, 8, 6)).astype(np.float32)
+    (before,) = tmp_path.glob("out.onnx.*.data")
+    old = truth(onnx.load(out), x)
+    weights = beside.with_name("weights.bin")
+    weights.write_bytes((2 * np.frombuffer(weights.read_bytes(), np.float32)).tobytes())  # another model
+    second, _ = fold(beside)
+    replace = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if Path(target) == out:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            second.save(out)
+    np.testing.assert_array_equal(truth(onnx.load(out), x), old)
+    (tmp_path / "out.onnx.data").write_text("not ours")
+    second.save(out)
+    (after,) = tmp_path.glob("out.onnx.*.data")
+    assert after != before
+    assert (tmp_path / "out.onnx.data").read_text() == "not ours"
+    assert np.abs(truth(onnx.load(out), x) - old).max() > 0.1
 
 
 def test_a_failure_leaves_what_was_there(

@@ -162,7 +162,7 @@ class OnnxModel(torch.nn.Module):
         return list(batches([(name,) for name in names], known))
 
     def save(self, file: str | Path) -> None:
-        """Write the graph: whole, or not at all. Weights beside it are copied to ``FILE.data``.
+        """Write the graph: whole, or not at all. Weights beside it are copied to ``FILE.*.data``.
 
         Raises:
             BadInput: the graph's own weights lie there, or the graph is too large for one file.
