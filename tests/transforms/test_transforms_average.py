@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import normscope
+from normscope.doctor.refusals import Refused
 from normscope.errors import BadInput
 from normscope.transforms import average, check_average, recalibrate, state_sensitivity
 from normscope.transforms.recalibrate import RecalibrationReport
@@ -208,3 +209,14 @@ def test_sensitivity_errors() -> None:
     assert str(caught.value) == (
         "neither state has a statistic of this model; its norms store 1.running_mean, 4.running_mean"
     )
+
+
+def test_an_average_of_lazy_parameters_ended_in_a_runtime_error() -> None:
+    made, lazy = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.LazyLinear(2))
+    for models in ([lazy, made], [made, lazy], [AveragedModel(made), lazy]):
+        with pytest.raises(Refused) as caught:
+            average(models)
+        assert str(caught.value) == (
+            "0.weight is lazy: it gets its shape in the first forward pass, which also changes the module's class. "
+            "Run the model once on a batch, then check it"
+        )

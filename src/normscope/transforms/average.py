@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from normscope.doctor import arguments
-from normscope.doctor.refusals import unwrap
+from normscope.doctor.refusals import refuse_unmaterialized, unwrap
 from normscope.doctor.wording import clean_path
 from normscope.errors import BadInput
 from normscope.transforms.chosen import Model, chosen, copied
@@ -51,6 +51,7 @@ def average(
 
     Raises:
         BadInput: no model, other names or shapes in one of them, or weights that are no numbers above 0 or not as many.
+        Refused: parameters that have no values yet, lazy ones for example.
 
     Izmailov et al. 2018, Averaging Weights Leads to Wider Optima and Better Generalization,
     https://arxiv.org/abs/1803.05407, section 3.2 (statistics are recomputed).
@@ -63,6 +64,8 @@ def average(
     found = [arguments.module(model) for model in models]
     if not found:
         raise BadInput("models is empty: give the checkpoints to average, oldest first")
+    for model in found:
+        refuse_unmaterialized(_inside(model))
     shares = _shares(weights, len(found))
     tables = [_parameters(model) for model in found]
     _alike(tables)
