@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from normscope.cli import state_output
 from normscope.cli.app import app
 from normscope.transforms import convert, recalibrate
 
@@ -161,3 +162,25 @@ def test_refused(home: Path, words: tuple[str, ...], text: str) -> None:
     code, _, err = run("recalibrate", "to_freeze:net", *words)
     assert code == 2
     assert text in " ".join(err.split()).replace(" │ ", " ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("fold", "--data", "x.npy"),
+        ("freeze",),
+        ("convert", "--to", "group", "--groups", "2"),
+        ("recalibrate", "--data", "x.npy", *SAID),
+    ],
+)
+def test_a_report_said_done_of_weights_that_a_full_disk_did_not_take(
+    home: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state_output, "write", full)
+    command, *options = words
+    code, _, err = run(command, "to_freeze:net", *options, "-o", "w.safetensors", "--json", "r.json")
+    assert (code, err.splitlines()[-1]) == (2, "normscope: [Errno 28] No space left on device")
+    assert not (home / "r.json").exists()

@@ -77,8 +77,6 @@ def command(
         center=center,
     )
     print(report, file=out)
-    if json is not None:
-        json.write_text(report.to_json() + "\n", encoding="utf-8")
     if output is not None and report.done:
         if isinstance(folded, OnnxModel):
             folded.save(output)
@@ -87,5 +85,7 @@ def command(
         print(f"written: {output}", file=out)
     elif output is not None:
         note(f"{output} was not written: nothing was folded")
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
     out.flush()
     return 0 if report.done else FINDINGS

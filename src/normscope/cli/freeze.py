@@ -43,11 +43,11 @@ def command(
         note(said)
     model, report = freeze(loaded.model, policy, select=select or None, sample=loaded.inputs, inplace=True)
     print(report, file=out)
-    if json is not None:
-        json.write_text(report.to_json() + "\n", encoding="utf-8")
     if output is not None and report.done:
         state_output.write(model, output, report)
         print(f"written: {output}", file=out)
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
     if report.done:
         chosen = f", select={select!r}" if select else ""
         call = f"normscope.transforms.freeze(model, {policy!r}{chosen}, inplace=True)"

@@ -84,11 +84,11 @@ def command(
         dry_run=dry_run,
     )
     print(report, file=out)
-    if json is not None:
-        json.write_text(report.to_json() + "\n", encoding="utf-8")
     if output is not None:
         state_output.write(model, output, report)
         print(f"written: {output}", file=out)
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
     out.flush()
     return FINDINGS if report.worse else 0
 
