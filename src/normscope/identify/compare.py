@@ -31,7 +31,7 @@ from normscope.identify.compare_result import HALVES, WORDS, Comparison, Counter
 from normscope.identify.compare_search import shrunk
 from normscope.identify.compare_sides import Both, Side
 from normscope.identify.compare_values import carried, free_values
-from normscope.identify.compare_verdict import by_field, decided
+from normscope.identify.compare_verdict import beyond, by_field, decided
 from normscope.identify.repeats import global_generators_kept
 from normscope.spec import NormSpec
 
@@ -129,7 +129,7 @@ class _Comparing:
         for mode in modes:
             answers[mode] = not any(found.mode == mode for found in seen) if self.tried.get(mode) else None
             if answers[mode] is None:
-                self.notes.append(f"the {WORDS[mode]} was not compared: one of them raises")
+                self.notes.append(f"the {WORDS[mode]} was not compared: one of them raises, or is random")
         named = self._differences(answers, seen)
         same, why = decided(self._both, answers, named, sum(self.tried.values()))
         self.notes += why
@@ -137,6 +137,8 @@ class _Comparing:
         largest = {m: max(f.gap.size for f in seen if f.mode == m) for m in modes if answers[m] is False}
         if shown is not None:  # a small input may show more than those that it was made of
             largest[shown.mode] = max(largest[shown.mode], shown.difference)
+        if same is False and all(d.mode == "parameters" for d in named):
+            named.append(beyond(self._both, largest))
         return Comparison(
             self.a.name,
             self.b.name,
@@ -158,7 +160,7 @@ class _Comparing:
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def _modes(self) -> list[str]:
-        if self.a.fixed or self.b.fixed:
+        if any(side.fixed and not side.trains for side in (self.a, self.b)):
             self.notes.append("one is a fixed map, as a norm in evaluation is: only evaluation is compared")
             return ["eval"]
         modes = ["train", "eval"]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from normscope.errors import BadInput, ModelError, NormscopeError
 from normscope.identify.compare_sides import (
     STORED,
@@ -21,7 +23,6 @@ from normscope.identify.framework_side import framework_side
 from normscope.spec import NormSpec
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from normscope.identify.box import Box
@@ -50,6 +51,7 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
             "itself, or what it computes as a NormSpec."
         )
     box = box_of(obj, example)
+    in_training = _keras_in_training(obj, example)
     found = identify(obj, example, layout=layout)
     held = {name: value for name in ("weight", "bias") if (value := getattr(found, name)) is not None}
     return BoxSide(
@@ -58,11 +60,33 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
         _why(found),
         held if found.spec is not None else None,
         fixed=found.fixed is not None,
+        trains=in_training is not None,
         roundoff=max(box.roundoff, found.roundoff or 0.0),
         note=getattr(box, "note", ""),
         box=box,
+        in_training=in_training,
         in_half=_in_half(obj, example, box),
     )
+
+
+def _keras_in_training(obj: Any, example: Any) -> Box | None:
+    """A Keras layer that no reader knows, called with ``training=True``."""
+    from normscope.identify.adapters.keras_layers import box_in_mode, is_keras_layer
+    from normscope.identify.box import Boxed
+
+    if not is_keras_layer(obj):
+        return None
+    box = box_in_mode(obj, shape_of(example), training=True)
+    x = np.random.default_rng(0).standard_normal(shape_of(example))
+
+    def random(x: Array) -> Array:
+        raise ModelError("it is random in training: two calls on one input differ")
+
+    try:
+        alike = np.array_equal(box(x), box(x), equal_nan=True)
+    except Exception:  # any that Keras or its backend raises: the comparison meets it again, and says so
+        return box
+    return box if alike else Boxed(box.name, box.roundoff, random)
 
 
 def _in_half(fn: Any, example: Any, box: Box) -> Callable[[Array, str], HalfOutput] | None:
@@ -154,8 +178,10 @@ def _why(found: Any) -> str:
 
 
 def _is_module(obj: Any) -> bool:
+    from normscope.identify.adapters.keras_layers import is_keras_layer
+
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(obj, torch.nn.Module)
+    return torch is not None and isinstance(obj, torch.nn.Module) and not is_keras_layer(obj)
 
 
 def fits(side: Side, x: Array, values: Values | None) -> str:

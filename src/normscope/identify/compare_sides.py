@@ -53,7 +53,11 @@ class Side:
     settable: bool = False
     """it takes ``values``"""
     fixed: bool = False
-    """it is a fixed map, as a norm in evaluation is, and takes no part in training"""
+    """it is a fixed map, as a norm in evaluation is"""
+    frozen: bool = False
+    """stored statistics normalize in training too, and do not move"""
+    trains: bool = False
+    """it is called otherwise in training, also where it is a fixed map in evaluation"""
     roundoff: float = 2.0**-53
     note: str = ""
     """what to know about how it is called"""
@@ -131,13 +135,16 @@ class BoxSide(Side):
     """A callable as it is."""
 
     box: Box | None = None
+    in_training: Box | None = None
+    """of one that is called otherwise there"""
     in_half: Callable[[Array, str], HalfOutput] | None = None
     """a function of tensors, called with those of a half type"""
 
     def output(self, x: Array, mode: str, values: Values | None = None) -> Array:
-        assert self.box is not None
+        box = self.in_training if mode == "train" and self.in_training is not None else self.box
+        assert box is not None
         try:
-            return self.box(x)
+            return box(x)
         except Exception as error:
             raise ModelError(f"{self.name} raised on an input of shape {x.shape}: {told(error)}") from error
 

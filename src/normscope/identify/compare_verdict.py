@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from normscope.identify.compare_fields import differences, value_differences
 from normscope.identify.compare_precision import both_fixed, precision_notes
+from normscope.identify.compare_result import Difference
 
 if TYPE_CHECKING:
-    from normscope.identify.compare_result import Difference
     from normscope.identify.compare_sides import Both
     from normscope.spec import NormSpec, Sameness
 
@@ -22,10 +23,24 @@ def by_field(both: Both) -> tuple[list[Difference], list[str]]:
     if not both.settable:
         notes.append("one takes no other parameters: they are compared with the values that they hold")
         found = [d for d in found if d.field not in ("weight", "bias")]
+    if both.a.frozen != both.b.frozen:
+        one, two = ("stored" if side.frozen else "of the input" for side in (both.a, both.b))
+        found.append(Difference("statistics in training", one, two, math.nan, "train"))
     if both.a.held is not None and both.b.held is not None:
         held, roundoff = (both.a.held, both.b.held), max(both.a.roundoff, both.b.roundoff)
         found += value_differences(both.spec_a, both.spec_b, *held, both.shape, roundoff)
     return found, notes
+
+
+def beyond(both: Both, largest: Mapping[str, float]) -> Difference:
+    """What differs where no field does: one is no known normalization, or does more than its specification says.
+
+    ``largest`` holds the largest difference of each mode that is not the same.
+    """
+    one, two = (side.name if side.spec else f"{side.name}, not known" for side in (both.a, both.b))
+    modes = [mode for mode in ("train", "eval") if mode in largest]
+    mode = "both" if len(modes) == 2 else next(iter(largest))
+    return Difference("beyond the specifications", one, two, max(largest.values()), mode)
 
 
 def decided(
@@ -48,7 +63,7 @@ def decided(
         return False, notes
     if None in modes.values():
         return None, notes
-    if both_fixed(both.a, both.b):
+    if "train" not in modes and both_fixed(both.a, both.b):
         fixed = (
             "both are fixed affine maps of each element there, which the evaluations they agree on determine"
         )

@@ -3,6 +3,7 @@
 The layer itself is never run: a Keras layer by a float64 twin, a Flax module by copies of its variables, with
 ``use_fast_variance=False``, since mean(x^2) - mean(x)^2 is the same function and its rounding another question, and
 with ``axis_name=None``: outside of a ``pmap`` or ``vmap`` with that axis a layer that averages over it cannot run.
+A half type that either is told to compute in is left out: that is a question of rounding too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class FrameworkLayer:
     """parameters and stored statistics by their usual names"""
     run: Callable[[Array, bool, Values], tuple[Array, dict[str, Array]]]
     """input, training, values that replace those held -> output, stored statistics afterwards"""
+    frozen: bool
+    """stored statistics normalize in training too, and do not move"""
+    notes: tuple[str, ...]
 
 
 def framework_layer(obj: Any, shape: tuple[int, ...]) -> FrameworkLayer | None:
@@ -48,17 +52,40 @@ def framework_layer(obj: Any, shape: tuple[int, ...]) -> FrameworkLayer | None:
         return None
     reading = read(obj, input_ndim=len(shape))
     held = {name: _array(value) for name, value in reading.tensors.items()}
-    return FrameworkLayer(f"{reading.type_name}, on float64", reading, held, maker(obj, reading, shape))
+    run = maker(obj, reading, shape)
+    return FrameworkLayer(
+        f"{reading.type_name}, on float64", reading, held, run, _frozen(obj, reading), _notes(obj)
+    )
+
+
+def _frozen(obj: Any, reading: Reading) -> bool:
+    """Of Keras by ``trainable``; of linen by a ``use_running_average`` of its own, which no call can change."""
+    linen = home_of(obj, "flax.linen.", ("BatchNorm",)) is not None
+    return reading.mode_train == "frozen" or (linen and obj.use_running_average is True)
+
+
+def _notes(obj: Any) -> tuple[str, ...]:
+    notes = []
+    dtype = getattr(obj, "compute_dtype", None) or getattr(obj, "dtype", None)
+    name = str(getattr(dtype, "__name__", dtype))
+    if name in ("bfloat16", "float16"):
+        notes.append(f"it computes in {name}; compared was the function of real numbers, not how it rounds")
+    if home_of(obj, "flax.nnx.", ("BatchNorm",)) and obj.use_running_average:
+        notes.append(
+            "use_running_average=True is the mode it is in, which train(), eval() and each call set: both were compared"
+        )
+    return tuple(notes)
 
 
 def _maker(obj: Any) -> Callable[..., Any] | None:
     from normscope.reading import flax_layers, flax_linen, flax_nnx, keras
 
     if home_of(obj, keras.PACKAGE, keras.KINDS):
-        return _keras
-    if home_of(obj, flax_nnx.PACKAGE, flax_layers.NAMES):
+        return None if "call" in vars(obj) else _keras
+    names = {*flax_layers.NAMES} - {"WeightNorm"}  # which normalizes the kernel of the layer that it wraps
+    if home_of(obj, flax_nnx.PACKAGE, names):
         return _nnx
-    if home_of(obj, flax_linen.PACKAGE, flax_layers.NAMES):
+    if home_of(obj, flax_linen.PACKAGE, names):
         return _linen
     return None
 
@@ -101,7 +128,8 @@ def _nnx(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
         with double_precision():
             copy = nnx.merge(graph, widened(state))
             copy.use_fast_variance = False
-            copy.axis_name = None
+            copy.axis_name = copy.dtype = None
+            copy.param_dtype = jnp.float64
             for name, value in values.items():
                 getattr(copy, VARIABLES[name])[...] = jnp.asarray(value)
             given = jnp.asarray(x, dtype=jnp.float64)
@@ -124,8 +152,9 @@ def _linen(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
         )
     unbound, variables = module.unbind()
     mode = "running_mean" in reading.tensors
-    alone = {"use_fast_variance": False, "axis_name": None}
-    unbound = unbound.clone(**alone, **({"use_running_average": None} if mode else {}))
+    by_stored = _frozen(module, reading)
+    settings = {"use_fast_variance": False, "axis_name": None, "dtype": None}
+    unbound = unbound.clone(**settings, **({"use_running_average": None} if mode else {}))
 
     def run(x: Array, training: bool, values: Values) -> tuple[Array, dict[str, Array]]:
         import jax.numpy as jnp
@@ -136,9 +165,12 @@ def _linen(module: Any, reading: Reading, shape: tuple[int, ...]) -> Any:
                 collection, own = VARIABLES[name]
                 copy[collection][own] = jnp.asarray(value)
             given = jnp.asarray(x, dtype=jnp.float64)
+            alone = unbound.clone(param_dtype=jnp.float64)
             if not mode:
-                return _array(unbound.apply(copy, given)), {}
-            y, moved = unbound.apply(copy, given, use_running_average=not training, mutable=["batch_stats"])
+                return _array(alone.apply(copy, given)), {}
+            y, moved = alone.apply(
+                copy, given, use_running_average=by_stored or not training, mutable=["batch_stats"]
+            )
             after = {name: _array(moved["batch_stats"][VARIABLES[name][1]]) for name in STORED}
             return _array(y), after
 

@@ -1,4 +1,10 @@
-"""A layer of Keras or Flax as a side of a comparison: by its specification, in training and evaluation, in float64."""
+"""A layer of Keras or Flax as a side of a comparison: by its specification, in training and evaluation, in float64.
+
+Both modes are compared, whichever it is in: ``use_running_average`` of an nnx batch norm is a mode as ``training`` of a
+torch module is, set by ``train()``, ``eval()`` and each call. What no call can change belongs to the function: a linen
+batch norm that says ``use_running_average=True`` itself, or a Keras one that is not trainable, normalizes by its stored
+statistics in training too.
+"""
 
 from __future__ import annotations
 
@@ -53,4 +59,12 @@ def framework_side(obj: Any, example: Any) -> FrameworkSide | None:
     needed = [name for name in ("weight", "bias") if getattr(spec, name) is not None]
     needed += ["running_mean", "running_var"] if spec.running is not None else []
     settable = all(name in layer.held for name in needed)
-    return FrameworkSide(layer.name, spec, held=layer.held, settable=settable, layer=layer)
+    return FrameworkSide(
+        layer.name,
+        spec,
+        held=layer.held,
+        settable=settable,
+        note="; ".join(layer.notes),
+        frozen=layer.frozen,
+        layer=layer,
+    )

@@ -1,4 +1,4 @@
-"""Flax modules: nnx, and bound linen modules, with float32 parameters in float64."""
+"""Flax modules: nnx, and bound linen modules, with their parameters in float64."""
 
 from __future__ import annotations
 

@@ -50,12 +50,12 @@ def double_precision() -> AbstractContextManager[Any]:
 
 
 def widened(tree: Any) -> Any:
-    """A tree of arrays with float32 leaves in float64. Inside `double_precision` only."""
+    """A tree of arrays with all floating leaves in float64. Inside `double_precision` only."""
     import jax
     import jax.numpy as jnp
 
     def wide(leaf: Any) -> Any:
-        floats = hasattr(leaf, "dtype") and leaf.dtype == jnp.float32
+        floats = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
         return jnp.asarray(np.asarray(leaf), dtype=jnp.float64) if floats else leaf
 
     return jax.tree.map(wide, tree)

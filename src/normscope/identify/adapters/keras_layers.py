@@ -19,8 +19,7 @@ def adapt(fn: Any, example: Any) -> Box | None:
 
     Raises BadInput where the layer has no configuration to make a float64 twin of.
     """
-    keras = sys.modules.get("keras")
-    if keras is None or not hasattr(keras, "Layer") or not isinstance(fn, keras.Layer):
+    if not is_keras_layer(fn):
         return None
     if is_shape(example):
         shape = tuple(int(n) for n in example)
@@ -28,21 +27,42 @@ def adapt(fn: Any, example: Any) -> Box | None:
         shape = tuple(int(n) for n in example.shape)
     else:
         return None
-    twin, weights = twin_of(fn, shape)
+    return box_in_mode(fn, shape)
+
+
+def is_keras_layer(obj: Any) -> bool:
+    """Whether it is a layer or model of Keras; on the torch backend it is a torch module as well."""
+    layer = getattr(sys.modules.get("keras"), "Layer", None)
+    return layer is not None and isinstance(obj, layer)
+
+
+def box_in_mode(layer: Any, shape: tuple[int, ...], training: bool = False) -> Box:
+    """A layer as a function of inputs like one of this shape: called as ``layer(x)``, or with ``training=True``.
+
+    Raises BadInput where no float64 twin can be made.
+    """
+    keras = sys.modules["keras"]
+    twin, weights = twin_of(layer, shape)
+    mode = {"training": True} if training else {}
 
     def call(x: Array) -> Any:
         with in_float64():
             twin.set_weights(weights)  # what a training call moved goes back
-            return np.asarray(
-                keras.ops.convert_to_numpy(twin(keras.ops.convert_to_tensor(x, dtype="float64")))
-            )
+            y = twin(keras.ops.convert_to_tensor(x, dtype="float64"), **mode)
+            return np.asarray(keras.ops.convert_to_numpy(y))
 
-    backend = keras.backend.backend()
-    return Boxed(f"Keras layer {type(fn).__name__}, on {backend} float64", 2.0**-53, call)
+    return Boxed(f"Keras layer {type(layer).__name__}, on {keras.backend.backend()} float64", 2.0**-53, call)
 
 
 def twin_of(layer: Any, shape: tuple[int, ...]) -> tuple[Any, list[Any]]:
-    """A float64 layer like this one, and its weights."""
+    """A float64 layer like this one, and its weights. Raises BadInput where it cannot be rebuilt."""
+    for part in layer._flatten_layers():
+        if "call" in vars(part):
+            raise BadInput(
+                "a Keras layer is identified through a float64 twin, and the call that was put on "
+                f"{type(part).__name__} {part.name!r} would be missing there. Define call in a subclass, or pass a "
+                "function: lambda x: layer(x)"
+            )
     try:
         with in_float64():
             twin = type(layer).from_config({**layer.get_config(), "dtype": "float64"})
