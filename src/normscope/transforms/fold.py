@@ -78,9 +78,10 @@ def fold(
         centering of a layer norm (``center``): into the layer that feeds it, W' = W - mean; an RMS norm remains
 
     What feeds what is taken from a forward on the sample. A norm is left, and the report says why, where a fold would
-    change the function: something stands between the two, the output has other readers, the layer that reads it pads
-    with zeros (the shift would be missing at the border; where the shift is 0 it folds), a weight is tied, parametrized
-    or used twice, the norm runs twice or looks at the batch, hooks would see other tensors, code calls a function.
+    change the function: something stands between the two, the output has other readers (also a write through a view,
+    NumPy, an attribute that keeps it), the layer that reads it pads with zeros (the shift would be missing at the
+    border; where the shift is 0 it folds), a weight is tied, parametrized or used twice, the norm runs twice or looks
+    at the batch, hooks would see other tensors, code calls a function.
     Branches of Python that the sample does not take are not seen.
 
     A folded norm becomes ``nn.Identity``, or loses gain and bias, under the same path and as the same object. New

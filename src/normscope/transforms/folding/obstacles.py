@@ -14,8 +14,9 @@ from normscope.doctor.wording import listed, number
 from normscope.transforms.folding.linear_map import LinearMap
 
 if TYPE_CHECKING:
-    from normscope.doctor.site import Call, Neighbour
+    from normscope.doctor.site import Neighbour, Site
     from normscope.transforms.folding.holdings import Holdings
+    from normscope.transforms.folding.unseen import Unseen
 
 PASSED = DROPOUTS | SLICES
 """what a norm's gain and shift go past on their way to a reader: dropout does nothing in evaluation"""
@@ -45,14 +46,16 @@ def tampered(module: nn.Module, name: str) -> str:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """A model's names, and how often each of its layers ran."""
+    """A model's names, how often each of its layers ran, and who reads what unseen."""
 
     holdings: Holdings
     runs: Counter[int]
     """id of a module -> calls in the forward"""
+    unseen: Unseen
 
-    def behind(self, call: Call, axis: int | None, *, bias: bool) -> LinearMap | Obstacle:
+    def behind(self, site: Site, axis: int | None, *, bias: bool) -> LinearMap | Obstacle:
         """The one map whose output is the norm's input."""
+        call = site.calls[0]
         if len(call.fed_by) != 1:
             feeders = listed([_told(one) for one in call.fed_by]) or "nothing that was followed"
             return Obstacle(f"its input is made of {feeders}")
@@ -68,11 +71,19 @@ class Surroundings:
             return Obstacle(
                 f"the output of {_told(one)} has {one.consumers} readers, and the others want it as it is"
             )
-        return self._map(one, call.shape[axis], bias=bias, whole=True)
+        made = self._map(one, call.shape[axis], bias=bias, whole=True)
+        assert site.module is not None
+        if isinstance(made, LinearMap) and (seen := self.unseen.of_layer(one.weight, site.module)):
+            return Obstacle(seen.format(f"the output of {_told(one)}"))
+        return made
 
-    def ahead(self, call: Call, axis: int | None, *, shift: float) -> tuple[LinearMap, ...] | Obstacle:
-        """All the maps that read the norm's output, where nothing else reads it."""
+    def ahead(
+        self, site: Site, axis: int | None, *, shift: float, identity: bool
+    ) -> tuple[LinearMap, ...] | Obstacle:
+        """All the maps that read the norm's output, where nothing else reads it. ``identity``: the norm would return
+        its input."""
         found: list[LinearMap] = []
+        call = site.calls[0]
         if not call.feeds:
             return Obstacle("nothing reads its output")
         for one in call.feeds:
@@ -93,6 +104,9 @@ class Surroundings:
             if isinstance(made, Obstacle):
                 return made
             found.append(made)
+        assert site.module is not None
+        if seen := self.unseen.of_norm(site.module, identity=identity):
+            return Obstacle(seen.format("its output"))
         return tuple(found)
 
     def _map(self, one: Neighbour, size: int, *, bias: bool, whole: bool) -> LinearMap | Obstacle:

@@ -22,6 +22,7 @@ from normscope.doctor.wording import number
 from normscope.transforms.folding.holdings import Holdings
 from normscope.transforms.folding.linear_map import LinearMap
 from normscope.transforms.folding.obstacles import Obstacle, Surroundings, both, tampered
+from normscope.transforms.folding.unseen import Unseen, watching
 
 if TYPE_CHECKING:
     from normscope.doctor.site import Call, Site
@@ -95,8 +96,9 @@ def plan(
     runs: Counter[int] = Counter()
     with Session(model) as session:
         sites = find_sites(session, args, kwargs)
-        session.forward(args, kwargs, mode="eval", watch=(_counting(runs),))
-    surroundings = Surroundings(Holdings(model), runs)
+        unseen = Unseen(session.model, {id(site.module) for site in sites if site.kind == "module"})
+        session.forward(args, kwargs, mode="eval", watch=(_counting(runs), watching(unseen)))
+    surroundings = Surroundings(Holdings(model), runs, unseen)
     planned = [_planned(site, surroundings, gains=gains, center=center) for site in sites]
     return [_inside(one, planned) for one in planned]
 
@@ -190,10 +192,10 @@ def _stored(site: Site, call: Call, around: Surroundings, blank: Step) -> Step |
         shift=torch.tensor(b),
         zero_variance=int((variance == 0).sum()) if variance is not None else 0,
     )
-    behind = around.behind(call, axis, bias=bool(b.any()))
+    behind = around.behind(site, axis, bias=bool(b.any()))
     if isinstance(behind, LinearMap):
         return replace(found, maps=(behind,), where="before")
-    ahead = around.ahead(call, axis, shift=float(np.abs(b).max(initial=0.0)))
+    ahead = around.ahead(site, axis, shift=float(np.abs(b).max(initial=0.0)), identity=True)
     if isinstance(ahead, tuple):
         return replace(found, maps=ahead)
     return both(behind, ahead)
@@ -217,7 +219,7 @@ def _gain(site: Site, call: Call, around: Surroundings, blank: Step, *, gains: b
     a = np.ones(size) if weight is None else spec.weight_offset + weight.reshape(-1)
     b = np.zeros(size) if bias is None else bias.reshape(-1)
     axis = _axis(call, site, spec.weight if weight is not None else spec.bias)
-    ahead = around.ahead(call, axis, shift=float(np.abs(b).max(initial=0.0)))
+    ahead = around.ahead(site, axis, shift=float(np.abs(b).max(initial=0.0)), identity=False)
     if isinstance(ahead, Obstacle):
         return ahead
     becomes = PLAIN if type(site.module) in NULLABLE else NEUTRAL
@@ -263,7 +265,7 @@ def _no_centering(
     bias = site.array("bias")
     if isinstance(found, Obstacle) and bias is not None and bias.any():
         return Obstacle("its bias has no place in an RMS norm")
-    behind = around.behind(call, len(call.shape) - 1, bias=False)
+    behind = around.behind(site, len(call.shape) - 1, bias=False)
     if isinstance(behind, LinearMap) and behind.op.startswith("conv"):
         (one,) = call.fed_by
         if getattr(one.module, "groups", 1) != 1:
