@@ -295,13 +295,27 @@ def test_steps_and_samples_of_one_axis_are_told_apart() -> None:
     assert found[:, 0].tolist() == [True, True, False, False, True, True]
 
 
+def test_a_mask_as_large_as_the_input_of_a_norm_was_refused() -> None:
+    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
+    full = mask[:, None].expand(5, 6, 7)
+    found = Valid(full, ((5, 3, 7),)).placed((5, 6, 7), BN)
+    assert isinstance(found, Tensor), found
+    assert torch.equal(found, full)
+    model = nn.Sequential(nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6)).double()
+    new, _ = recalibrate(model, seeded(5, 3, 7), mask=full)
+    wanted, _ = recalibrate(model, seeded(5, 3, 7), mask=mask)
+    assert torch.equal(new[1].running_var, wanted[1].running_var)
+
+
 @pytest.mark.parametrize(
     ("mask", "shape", "text"),
     [
         ((4, 7), (4, 3, 5),
          "the mask (4, 7) has no place in its input (4, 3, 5): of b and ...0, axes of 4 and 5, none takes "
          "them"),
-        ((4, 3), (4, 3), "the mask (4, 3) has no place in its input (4, 3): of b, axes of 4, none takes them"),
+        ((4, 3), (4, 3),
+         "the mask (4, 3) has no place in its input (4, 3): it is as large, and not alike along the axis of "
+         "features; give one of size 1 there"),
         ((4, 7), (28, 3),
          "the mask (4, 7) has no place in its input (28, 3): axis of 28 may hold its axes in either "
          "order; give a mask of that one axis"),

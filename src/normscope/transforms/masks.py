@@ -66,7 +66,9 @@ class Valid:
             names, sizes = (" and ".join(str(getattr(a, k)) for a in rest) for k in ("name", "size"))
             folded = self.mask.ndim > 1 and self.mask.numel() in (axis.size for axis in rest)
             why = (
-                f"axis of {self.mask.numel()} may hold its axes in either order; give a mask of that one axis"
+                "it is as large, and not alike along the axis of features; give one of size 1 there"
+                if tuple(self.mask.shape) == shape
+                else f"axis of {self.mask.numel()} may hold its axes in either order; give a mask of that one axis"
                 if folded
                 else f"of {names}, axes of {sizes}, none takes them"
             )
@@ -84,7 +86,10 @@ class Valid:
         if len(mask) != len(shape) or any(a not in (1, b) for a, b in zip(mask, shape, strict=True)):
             return False
         own = {axis.dim for axis in bound.axes if axis.name in features and axis.size > 1}
-        return mask in self.shapes or all(mask[dim] == 1 for dim in own)
+        return mask in self.shapes or all(self._alike(dim) for dim in own)
+
+    def _alike(self, dim: int) -> bool:
+        return bool((self.mask == self.mask.narrow(dim, 0, 1)).all())
 
 
 def resolved(mask: Mask, batch: Any, number: int, inputs: Inputs, *, only: bool) -> Valid | None:
