@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import normscope
 import normscope.nn as own
 from normscope.doctor.refusals import Refused
-from normscope.errors import BadInput
+from normscope.errors import BadInput, ModelError
 from normscope.transforms import freeze, recalibrate
 
 torch.set_num_threads(1)
@@ -202,7 +202,7 @@ def test_an_error_leaves_all_as_it_was(method: str) -> None:
         raise OSError("disk gone")
 
     for data in (broken(), [X[:8], torch.zeros(4, 7, 7)], [X[:8], X[:4] * float("inf")]):
-        with pytest.raises((OSError, RuntimeError, BadInput)):
+        with pytest.raises((OSError, ModelError, BadInput)):
             recalibrate(model, data, method=method, inplace=True)
         assert snapshot(model) == before
 
@@ -493,3 +493,48 @@ def test_inference_mode(method: str) -> None:
     inside, _ = recalibrate(made, X, method=method)
     assert torch.equal(inside[1].running_var, wanted[1].running_var)
     assert made[1].running_var.is_inference()
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (
+            [seeded(4, 3)],
+            "It was given inputs float64 (4, 3), and its parameters are float32. Pass inputs=lambda batch: ... that "
+            "returns the model's inputs as float32",
+        ),
+        (
+            [(torch.arange(4), torch.ones(4, 3))],
+            "It was given inputs int64 (4,), and its parameters are float32. Pass inputs=lambda batch: ... that "
+            "returns the model's inputs, of what a batch holds",
+        ),
+    ],
+)
+def test_batches_that_the_model_cannot_take_ended_in_a_bare_error_of_torch(data: Any, text: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    for held_out in (False, True):
+        with pytest.raises(ModelError) as caught:
+            recalibrate(model, [torch.ones(4, 3)] if held_out else data, held_out=data if held_out else None)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        told = f"the model raised on batch 1: RuntimeError: {caught.value.__cause__}. "
+        assert str(caught.value) == told + text
+
+
+def test_data_that_change_from_pass_to_pass_are_told() -> None:
+    class Anew:
+        def __init__(self, change: float) -> None:
+            self.change, self.passes = change, 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            self.passes += 1
+            x = X[torch.randperm(23, generator=torch.Generator().manual_seed(self.passes))]
+            yield from (x + self.change * self.passes).split(8)
+
+    told = (
+        "the data were not the same in each pass (random augmentation, a sampler that draws anew): norms got "
+        "statistics of different samples, and the fingerprint is of the last pass"
+    )
+    for change, said in ((0.1, (told,)), (0.0, ())):  # another order is the same data
+        _, report = recalibrate(net(), Anew(change), method="layerwise")
+        assert report.notes == said
+    assert recalibrate(net(), Anew(0.1))[1].notes == ()

@@ -14,6 +14,7 @@ from normscope.doctor.refusals import unwrap
 from normscope.doctor.session import Session
 from normscope.errors import BadInput, told
 from normscope.transforms.chosen import copied
+from normscope.transforms.forwards import forward
 from normscope.transforms.loader import Loader
 
 Metric = Callable[[Any], float]
@@ -62,12 +63,14 @@ def compared(before: nn.Module, after: nn.Module, loader: Loader | None, metric:
 
     Raises:
         BadInput: the metric fails or is no number.
+        ModelError: a model raised on a batch.
     """
     table = _Sums()
     if loader is not None:
         with Session(before) as one, Session(after) as two:
             for args, kwargs in loader.calls():
-                table.add(one.forward(args, kwargs, mode="eval"), two.forward(args, kwargs, mode="eval"))
+                old, new = (forward(each, args, kwargs, loader.batches, mode="eval") for each in (one, two))
+                table.add(old, new)
     worth = [None if metric is None else _worth(metric, model) for model in (before, after)]
     return table.result(0 if loader is None else loader.samples, worth[0], worth[1])
 

@@ -55,6 +55,8 @@ class Loader:
     notes: list[str] = field(default_factory=list)
     _passes: int = 0
     _sum: int = 0
+    _first: int | None = None
+    """`content` of the first complete pass"""
 
     @property
     def repeats(self) -> bool:
@@ -100,6 +102,13 @@ class Loader:
             yield args, kwargs, valid
         if isinstance(self.mask, (list, tuple)) and len(self.mask) != self.batches:
             raise BadInput(f"mask holds {len(self.mask)} masks, and there are {self.batches} batches")
+        if self._first is None:
+            self._first = self._sum
+        if self._first != self._sum:
+            self._note(
+                "the data were not the same in each pass (random augmentation, a sampler that draws anew): norms got "
+                "statistics of different samples, and the fingerprint is of the last pass"
+            )
 
     def _batches(self) -> Iterator[Any]:
         if isinstance(self.data, (Tensor, np.ndarray, tuple, Mapping)):

@@ -17,6 +17,7 @@ from normscope.errors import BadInput
 from normscope.reading import read
 from normscope.transforms.chosen import Chosen
 from normscope.transforms.collect import Collector, empty, statistics
+from normscope.transforms.forwards import ONE_VALUE, forward
 from normscope.transforms.loader import Loader
 
 
@@ -106,8 +107,6 @@ METHODS: dict[str, Callable[[nn.Module, Sequence[Chosen], Loader, Ranks], Result
 }
 
 
-ONE_VALUE = "Expected more than 1 value per channel when training"
-"""how torch begins"""
 MORE = 'Use method="layerwise", which runs norms in eval, or batches of at least two samples (drop_last=True)'
 
 
@@ -164,7 +163,7 @@ def _pass(
                 watch = Collector(
                     session.model, sites, found.take, valid, refused=found.refused, by_batch=mode == "batch"
                 )
-                session.forward(args, kwargs, mode=mode, watch=(watch,))
+                forward(session, args, kwargs, loader.batches, mode=mode, watch=(watch,))
     except ValueError as error:
         alone = str(error).startswith(ONE_VALUE)
         failure = (

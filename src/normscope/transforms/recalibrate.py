@@ -87,10 +87,10 @@ def recalibrate(
     Raises:
         BadInput: data, method or select cannot be used, data are empty or hold NaN, or give statistics that are not
             finite.
-        ModelError: another rank failed.
+        ModelError: the model raised on a batch; another rank failed.
         Refused: nothing stores statistics; the mask fits no norm; ``"ema"`` over several ranks, whose result would
             depend on their order; or SyncBatchNorm over several ranks by a method that runs it in training.
-        Whatever the model raises on the data.
+        Whatever the data raise while they are run over.
 
     Wu and Johnson 2021, Rethinking "Batch" in BatchNorm, https://arxiv.org/abs/2105.07576, section 3. Nado et al. 2020,
     https://arxiv.org/abs/2006.10963; Schneider et al. 2020, https://arxiv.org/abs/2006.16971.
