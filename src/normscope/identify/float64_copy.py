@@ -1,4 +1,4 @@
-"""Copies of a module to experiment on: float64 or another dtype, on the CPU, without the owner's hooks.
+"""Copies of a module to experiment on: float64 or another dtype, on the CPU.
 
 A copy shares no memory with the module that it was made of. Casts to float32 inside a forward would leave errors of
 1e-7, under which one convention cannot be told from another; in a float64 copy they are redirected to float64.
@@ -6,8 +6,6 @@ A copy shares no memory with the module that it was made of. Casts to float32 in
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,15 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from normscope.errors import BadInput, told
 from normscope.identify.memory import freed
-from normscope.identify.patched_forward import runs_on_the_original, uncompiled
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_full_backward_hooks",
-)
+from normscope.identify.owners_hooks import copy_of
+from normscope.identify.patched_forward import runs_on_the_original
 
 
 class Float32AsFloat64(TorchFunctionMode):
@@ -55,8 +46,9 @@ def _widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 or named else value
 
 
-def copied(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A copy in ``dtype`` on the CPU that shares no memory with ``module`` and runs none of its owner's hooks.
+def copied(module: nn.Module, dtype: torch.dtype = torch.float64, *, owners_hooks: bool = False) -> nn.Module:
+    """A copy in ``dtype`` on the CPU that shares no memory with ``module``, and runs its owner's forward hooks only
+    where asked, as copies.
 
     Hooks of torch itself (weight norm, spectral norm) are part of the function and stay.
 
@@ -64,7 +56,6 @@ def copied(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
         BadInput: for modules whose parameters have no values yet (lazy, meta), or that cannot be copied, as where a
             forward that was put on the module holds it.
     """
-    module = uncompiled(module)
     _refuse_without_values(module)
     if (path := runs_on_the_original(module)) is not None:
         raise BadInput(
@@ -72,20 +63,9 @@ def copied(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
             "the module itself, so that a copy would run and write the original. Define forward in a subclass, or put "
             "it on as a method: types.MethodType(forward, module)"
         )
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for name in _HOOKS:
-            hooks = part.__dict__.get(name)
-            if hooks:
-                memo[id(hooks)] = OrderedDict((k, hook) for k, hook in hooks.items() if _of_torch(hook))
     try:
         with _Detached():
-            # the hooks that stay are copied too, so that what they hold is not the owner's
-            memo |= {key: copy.deepcopy(hooks) for key, hooks in memo.items()}
-            for part in module.modules():
-                if (inner := uncompiled(part)) is not part:
-                    memo[id(part)] = copy.deepcopy(inner, memo)
-            made = copy.deepcopy(module, memo)
+            made = copy_of(module, {}, owners=owners_hooks)
     except Exception as error:
         raise BadInput(
             f"a module is identified on a copy, and {type(module).__name__} cannot be copied ({told(error)}). "
@@ -122,17 +102,3 @@ def _refuse_without_values(module: nn.Module) -> None:
                 f"a module is identified by its values, and the memory of {name} of {type(module).__name__} was freed "
                 "or made smaller than its shape. Load its values again"
             )
-
-
-def has_own_hooks(module: nn.Module) -> bool:
-    """Whether hooks of its owner were left out of the copy."""
-    return any(
-        not _of_torch(hook)
-        for part in module.modules()
-        for name in ("_forward_hooks", "_forward_pre_hooks")
-        for hook in part.__dict__.get(name, {}).values()
-    )
-
-
-def _of_torch(hook: Any) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,9 @@ from torch import nn
 from normscope.errors import BadInput, ModelError, told
 from normscope.identify.box import is_shape
 from normscope.identify.float64_copy import Float32AsFloat64, copied, plain_tensors
+from normscope.identify.hooks_that_act import with_hooks_that_act
+from normscope.identify.owners_hooks import copy_of
+from normscope.identify.patched_forward import uncompiled
 
 Array = NDArray[np.float64]
 SEED = 0
@@ -117,6 +119,8 @@ class ModuleBox:
     """casts to float32 inside give float64"""
     settings: Mapping[str, Array] = field(default_factory=dict)
     seed: int = SEED
+    note: str = ""
+    """what became of its owner's hooks"""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,6 +151,10 @@ class ModuleBox:
         with torch.no_grad():
             y = self.apply(fork, torch.from_numpy(np.array(x, dtype=np.float64)).to(self.dtype))
         return as_array(y)
+
+    def tensors(self) -> dict[str, Array]:
+        """The module's own floating tensors."""
+        return {n: as_array(t) for n, t in tensors_of(self.module).items() if t.is_floating_point()}
 
     def moved(self, x: Array) -> tuple[Array, tuple[str, ...]]:
         """The output, and the names of the tensors that the call changed."""
@@ -201,7 +209,7 @@ class ModuleBox:
                 value = torch.from_numpy(np.array(self.settings[name])).to(tensor.dtype).reshape(tensor.shape)
                 parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(value, requires_grad=False) if parameter else value
-        return copy.deepcopy(self.module, memo)
+        return copy_of(self.module, memo, owners=True)
 
     def other_inputs_that_act(self) -> list[str]:
         """Further floating inputs of the call that the output depends on."""
@@ -234,10 +242,17 @@ class ModuleBox:
 
 
 def box_of_module(module: nn.Module, call: Call, dtype: torch.dtype = torch.float64) -> ModuleBox:
-    """A box of a copy of ``module`` in ``dtype``, in the mode that the module is in."""
+    """A box of a copy of ``module`` in ``dtype``, in the mode that the module is in, with its owner's forward hooks
+    where they act on the output.
+
+    Raises:
+        BadInput: where it cannot be copied, or whether its hooks act cannot be told.
+    """
     double = dtype is torch.float64
     roundoff = 2.0**-53 if double else torch.finfo(dtype).eps / 2
-    return ModuleBox(copied(module, dtype), call, type(module).__name__, dtype, roundoff, redirect=double)
+    name = type(uncompiled(module)).__name__
+    plain = ModuleBox(copied(module, dtype), call, name, dtype, roundoff, redirect=double)
+    return with_hooks_that_act(plain, module)
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

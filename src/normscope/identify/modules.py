@@ -17,7 +17,6 @@ from normscope.errors import BadInput, ModelError, told
 from normscope.identify.as_stated import as_stated
 from normscope.identify.box import box_of, shape_of
 from normscope.identify.constant_input import gradient_at_constant
-from normscope.identify.float64_copy import has_own_hooks
 from normscope.identify.identification import identify_box
 from normscope.identify.masks import mask_argument, probe_mask, with_everything_valid
 from normscope.identify.module_box import ModuleBox, box_of_module, call_of
@@ -50,7 +49,7 @@ def identify_module(
     """Which normalization a torch module is, by its behaviour, its parameters and its buffers.
 
     The module itself is never called or written: all happens in copies on the CPU, float64 with casts to float32
-    redirected, and bfloat16 for the order of casts.
+    redirected, and bfloat16 for the order of casts. Forward hooks that act on the output are part of it.
 
     Arguments:
         module: any module of one varied tensor whose output has the shape of its input.
@@ -75,10 +74,9 @@ def identify_module(
                 "each mode: lambda x: layer(x, training=True)"
             )
         return identify_box(box_of(module, example), shape_of(example), layout=layout)
-    module = uncompiled(module)
     with global_generators_kept():
         answer = _identified(module, example, layout, training)
-    return as_stated(answer, module)
+    return as_stated(answer, uncompiled(module))
 
 
 def _identified(module: nn.Module, example: Any, layout: str | None, training: bool | None) -> Identification:
@@ -86,10 +84,10 @@ def _identified(module: nn.Module, example: Any, layout: str | None, training: b
     box = with_everything_valid(box_of_module(module, call_of(example)))
     names_of(layout, box.shape)  # a layout that does not fit is refused before anything runs
     here_trains = box.module.training if training is None else training
-    name = f"module {type(module).__name__}"
+    name = f"module {box.name}"
     answer = Identification(name=f"{name}, in {'training' if here_trains else 'evaluation'}")
-    if has_own_hooks(module):
-        answer = _noted(answer, "its forward hooks were left out of the copy that was probed")
+    if box.note:
+        answer = _noted(answer, box.note)
     box = replace(box, name=name)
     here_box = box if training is None else box.in_mode(training)
     shape, here_box = box.shape, with_room(here_box)

@@ -19,8 +19,8 @@ WRAPPED = "_orig_mod"
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that torch.compile was given; any other module itself."""
-    while (inner := module._modules.get(WRAPPED)) is not None:
-        module = inner
+    while WRAPPED in module._modules:
+        module = module.get_submodule(WRAPPED)
     return module
 
 
@@ -33,12 +33,17 @@ def runs_on_the_original(module: nn.Module) -> str | None:
     parts = {id(part) for part in module.modules()}
     for path, part in module.named_modules():
         own = None if WRAPPED in part._modules else part.__dict__.get("forward")
-        if isinstance(own, FunctionType) and any(id(held) in parts for held in _held(own, set())):
+        if isinstance(own, FunctionType) and any(id(held) in parts for held in held_modules(own)):
             return str(path)
     return None
 
 
-def _held(value: Any, seen: set[int]) -> Iterator[Any]:
+def held_modules(value: Any) -> Iterator[nn.Module]:
+    """Modules that a function, or a list of anything, reaches."""
+    return _held(value, set())
+
+
+def _held(value: Any, seen: set[int]) -> Iterator[nn.Module]:
     """Modules that a function reaches: directly, by bound methods, and through other functions and collections."""
     if id(value) in seen:
         return
