@@ -84,12 +84,25 @@ def test_keys_and_report() -> None:
 
 
 def test_which_keys_there_are_does_not_depend_on_values() -> None:
-    """A folded fresh model takes the weights of a folded trained one."""
-    fresh = nn.Sequential(*(copy.deepcopy(part) for part in net()))
-    fresh[1], fresh[4] = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-    trained, _ = fold(net(), X)
+    """A folded fresh model takes the weights of a folded trained one, also behind norms that padding keeps."""
+
+    def build() -> nn.Sequential:
+        padded = nn.Conv2d(3, 3, 3, padding=1)
+        return nn.Sequential(
+            nn.BatchNorm2d(3),
+            padded,
+            nn.ReLU(),
+            *net()[:3],
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 4, 3, bias=False),
+        )
+
+    trained, _ = fold(randomized(build()), X)
+    fresh = build()
+    fresh[4] = nn.BatchNorm2d(4)
     empty, report = fold(fresh.eval(), X)
-    assert report.added_keys == ("0.bias",)
+    assert report.added_keys == ("3.bias", "7.bias")
+    assert [one.name for one in report.left] == ["0"]
     empty.load_state_dict(trained.state_dict())
     with torch.no_grad():
         assert torch.equal(empty(X), trained(X))
@@ -226,6 +239,14 @@ def test_a_layer_norm_becomes_an_rms_norm(linear: nn.Module, norm: nn.Module) ->
     assert report.sites[0].after.endswith(".RMSNorm")
     assert report.folds[0].centering == "0"
     close(folded, model, TOKENS)
+
+
+def test_a_bias_of_0_keeps_its_key_too() -> None:
+    """Centering that took it away would leave other keys in a fresh model than in a trained one."""
+    _, report = fold(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).eval(), TOKENS, center=True)
+    assert report.left[0].reason == (
+        "the model returns its output; centering stays: its bias has no place in an RMS norm"
+    )
 
 
 def test_why_centering_stays() -> None:

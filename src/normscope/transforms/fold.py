@@ -87,8 +87,8 @@ def fold(
     A folded norm becomes ``nn.Identity``, or loses gain and bias, under the same path and as the same object. New
     weights are computed in float64 and rounded once; parameters stay the objects they are, with device, dtype and
     memory format. Modes, hooks and everything else are kept. ``report.removed_keys`` and ``added_keys`` are the
-    state-dict keys that change: those of the norm go, a bias comes where the layer had none (which does
-    not depend on values).
+    state-dict keys that change: those of the norm go, a bias comes where the layer had none. Which
+    keys there are does not depend on values, as long as nothing is undone and all scales are finite.
 
     The result is checked on the sample: in float64 (a copy), and in the model's own dtype against float64. A norm whose
     fold does not hold is undone, and left with what was measured.

@@ -78,10 +78,13 @@ class Surroundings:
         return made
 
     def ahead(
-        self, site: Site, axis: int | None, *, shift: float, identity: bool
+        self, site: Site, axis: int | None, *, shift: float | None, identity: bool
     ) -> tuple[LinearMap, ...] | Obstacle:
-        """All the maps that read the norm's output, where nothing else reads it. ``identity``: the norm would return
-        its input."""
+        """All the maps that read the norm's output, where nothing else reads it.
+
+        ``shift``: the largest there is, None where the norm can have none; 0 counts as one, so that a fresh model
+        folds as a trained one. ``identity``: the norm would return its input.
+        """
         found: list[LinearMap] = []
         call = site.calls[0]
         if not call.feeds:
@@ -98,9 +101,9 @@ class Surroundings:
             features = one.feature_axis if padding is None else len(call.shape) - padding.weight.dim() + 1
             if axis is None or features != axis:
                 return Obstacle(f"its gain does not lie on the features that {_told(one)} reads")
-            if one.padded and shift:
+            if one.padded and shift is not None:
                 return Obstacle(_border(one, shift))
-            made = self._map(one, call.shape[axis], bias=shift > 0, whole=False)
+            made = self._map(one, call.shape[axis], bias=shift is not None, whole=False)
             if isinstance(made, Obstacle):
                 return made
             found.append(made)
@@ -191,8 +194,9 @@ def _padding_layer(one: Neighbour) -> nn.modules.conv._ConvNd | None:
 
 def _border(one: Neighbour, shift: float) -> str:
     where = "between the elements and at the border" if one.transposed else "at the border"
+    size = f"of up to {number(shift)}" if shift else "(0 with these values)"
     return (
-        f"{_told(one)} fills in zeros {where}, where the norm's shift of up to {number(shift)} would be missing, and "
+        f"{_told(one)} fills in zeros {where}, where the norm's shift {size} would be missing, and "
         "no bias makes up for that"
     )
 

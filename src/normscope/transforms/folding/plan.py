@@ -58,7 +58,7 @@ class Step:
     scale: Tensor
     shift: Tensor
     shifts: bool = True
-    """it has a shift, be it 0 now: which biases a folded model has does not depend on values"""
+    """it has a shift, be it 0 now: which keys a folded model has does not depend on values"""
     centered: LinearMap | None = None
     """the map that takes over the centering"""
     neutral: float = 1.0
@@ -192,7 +192,7 @@ def _stored(site: Site, call: Call, around: Surroundings, blank: Step) -> Step |
         shift=torch.tensor(b),
         zero_variance=int((variance == 0).sum()) if variance is not None else 0,
     )
-    behind = around.behind(site, axis, bias=bool(b.any()))
+    behind = around.behind(site, axis, bias=True)
     if isinstance(behind, LinearMap):
         return replace(found, maps=(behind,), where="before")
     ahead = around.ahead(site, axis, shift=float(np.abs(b).max(initial=0.0)), identity=True)
@@ -219,7 +219,8 @@ def _gain(site: Site, call: Call, around: Surroundings, blank: Step, *, gains: b
     a = np.ones(size) if weight is None else spec.weight_offset + weight.reshape(-1)
     b = np.zeros(size) if bias is None else bias.reshape(-1)
     axis = _axis(call, site, spec.weight if weight is not None else spec.bias)
-    ahead = around.ahead(site, axis, shift=float(np.abs(b).max(initial=0.0)), identity=False)
+    shift = None if bias is None else float(np.abs(b).max(initial=0.0))
+    ahead = around.ahead(site, axis, shift=shift, identity=False)
     if isinstance(ahead, Obstacle):
         return ahead
     becomes = PLAIN if type(site.module) in NULLABLE else NEUTRAL
@@ -263,7 +264,7 @@ def _no_centering(
     if type(site.module) not in LAYER_NORMS:
         return Obstacle("only torch.nn.LayerNorm and normscope.nn.LayerNorm have an RMS norm beside them")
     bias = site.array("bias")
-    if isinstance(found, Obstacle) and bias is not None and bias.any():
+    if isinstance(found, Obstacle) and bias is not None:
         return Obstacle("its bias has no place in an RMS norm")
     behind = around.behind(site, len(call.shape) - 1, bias=False)
     if isinstance(behind, LinearMap) and behind.op.startswith("conv"):
