@@ -325,3 +325,18 @@ def test_a_function_called_with_tensors_is_said_to_be() -> None:
     )
     for other in silent:
         assert not [note for note in other.notes if "tensors" in note]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_a_scripted_module_is_compared_with_the_values_that_it_holds() -> None:
+    """No copy of it takes others."""
+    plain, other = nn.LayerNorm(8), nn.LayerNorm(8)
+    with torch.no_grad():
+        other.weight.copy_(torch.linspace(0.5, 2, 8))
+    scripted, held = torch.jit.script(plain), torch.jit.script(other)
+    c = ns.compare(scripted, plain, (4, 8))
+    assert (c.same, c.differences) == (True, ())
+    assert c.notes == ("one takes no other parameters: they are compared with the values that they hold",)
+    assert ns.compare(held, other, (4, 8)).same is True
+    c = ns.compare(held, plain, (4, 8))
+    assert [(d.field, d.a, d.b) for d in c.differences] == [("weight values", "0.5 to 2", "1")]

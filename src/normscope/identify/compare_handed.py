@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from normscope.identify.box import Box
+    from normscope.identify.module_box import ModuleBox
+    from normscope.identify.result import Identification
 
     Array = NDArray[np.float64]
     Values = Mapping[str, Array]
@@ -108,26 +110,33 @@ def _in_half(fn: Any, example: Any, box: Box) -> Callable[[Array, str], HalfOutp
 
 
 def _module_side(module: Any, example: Any, layout: str | None) -> Side:
-    from normscope.identify.module_box import box_of_module, call_of, tensors_of
+    from normscope.identify.module_box import as_array, box_of_module, call_of, tensors_of
     from normscope.identify.tensor_paths import tensor_paths, value_shapes
     from normscope.reading import UnknownNormalization, read
 
     box = box_of_module(module, call_of(example))
     copy, shape = box.module, tuple(box.call.example.shape)
     tensors = tensors_of(copy)
-    spec, reason, half_words = None, "", ""
+    spec, reason, half_words, values = None, "", "", {}
+    reached = _takes_values(box)
     try:
         reading = read(copy, input_ndim=len(shape))
     except (UnknownNormalization, ValueError):
-        spec, reason, half_words = _identified(module, example, layout)
-        paths = {} if spec is None else tensor_paths(box.in_mode(training=False), spec)
+        found, reason = _identified(module, example, layout)
+        if found is not None:
+            spec, half_words = found.spec, "" if found.half is None else found.half.conclusion
+            values = {
+                name: value for name in ("weight", "bias") if (value := getattr(found, name)) is not None
+            }
+        paths = {} if spec is None or not reached else tensor_paths(box.in_mode(training=False), spec)
     else:
         spec = reading.spec
         named = {
             name: path for path, t in tensors.items() for name, held in reading.tensors.items() if held is t
         }
         paths = {name: named[name] for name in ("weight", "bias", *STORED) if name in named}
-    values = {name: tensors[path].detach().double().numpy().copy() for name, path in paths.items()}
+    if reached:
+        values = {name: as_array(tensors[path]) for name, path in paths.items()}
     if spec is not None:
         wanted = value_shapes(spec.bind(shape))
         values = {
@@ -138,7 +147,7 @@ def _module_side(module: Any, example: Any, layout: str | None) -> Side:
         spec,
         reason,
         values,
-        settable=_all_named(spec, paths),
+        settable=reached and _all_named(spec, paths),
         boxes={"train": box.in_mode(True), "eval": box.in_mode(False)},
         paths=paths,
         original=module,
@@ -146,9 +155,22 @@ def _module_side(module: Any, example: Any, layout: str | None) -> Side:
     )
 
 
-def _identified(module: Any, example: Any, layout: str | None) -> tuple[NormSpec | None, str, str]:
-    """The specification of a module that no reader knows, or why there is none, and its arithmetic in bfloat16. In
-    evaluation, where stored statistics act, if it runs there."""
+def _takes_values(box: ModuleBox) -> bool:
+    """Whether its tensors can be replaced in a copy: those of a scripted module are out of reach."""
+    from normscope.identify.module_box import as_array, tensors_of
+
+    for name, tensor in tensors_of(box.module).items():
+        if tensor.is_floating_point() and tensor.numel():
+            other = as_array(tensor) + 1.0
+            return np.array_equal(
+                as_array(tensors_of(box.set({name: other}).fork())[name]), other, equal_nan=True
+            )
+    return True
+
+
+def _identified(module: Any, example: Any, layout: str | None) -> tuple[Identification | None, str]:
+    """A module that no reader knows, identified, and why it has no specification. In evaluation, where stored
+    statistics act, if it runs there."""
     from normscope.identify import identify
 
     reason = ""
@@ -158,8 +180,8 @@ def _identified(module: Any, example: Any, layout: str | None) -> tuple[NormSpec
         except ModelError as error:
             reason = str(error)
             continue
-        return found.spec, _why(found), "" if found.half is None else found.half.conclusion
-    return None, reason, ""
+        return found, _why(found)
+    return None, reason
 
 
 def _all_named(spec: NormSpec | None, paths: Mapping[str, str]) -> bool:
