@@ -304,11 +304,6 @@ UNEXPLAINED = (
 @pytest.mark.parametrize(
     ("make", "follows"),
     [
-        (
-            lambda: SwitchesInline(True),
-            "not decided: hand-written normalizes by other statistics in train than in eval; where the stored ones are "
-            "is not known, so no rule looked whether they fit this data.",
-        ),
         (lambda: SwitchesInline(False), UNEXPLAINED),
         (lambda: net(StoredMaximum()), UNEXPLAINED),
     ],
@@ -322,6 +317,17 @@ def test_a_gap_of_train_to_eval_that_no_site_explains_is_not_in_order(make: Any,
     step = normscope.explain(model, given).steps[1]
     assert (step.ok, step.follows) == (None, follows)
     assert "after train() outputs differ by " in step.seen[1]
+
+
+def test_stored_statistics_that_training_never_moves_fail_the_second_step_and_not_the_fifth() -> None:
+    torch.manual_seed(0)
+    explanation = normscope.explain(SwitchesInline(True), x())
+    assert explanation.first is explanation.steps[1]
+    assert explanation.steps[1].follows.startswith(
+        "NS106 custom-norm-deviates at hand-written: The norm written inside the forward of the model: training "
+        "normalizes by its batch, evaluation by stored statistics that no call in training moves."
+    )
+    assert explanation.steps[4].ok is not False
 
 
 def test_dropout_is_no_gap_and_other_noise_hides_one() -> None:

@@ -11,6 +11,7 @@ import torch
 from normscope import reference
 from normscope.doctor.diagnosis.alone import Alone
 from normscope.doctor.diagnosis.step import Case, Step, told
+from normscope.doctor.modes_apart import GAP
 from normscope.doctor.sets import denominators
 from normscope.doctor.wording import label, listed, number, plural
 from normscope.errors import told as error_told
@@ -69,7 +70,7 @@ def step(case: Case) -> Step:
             found.append(_constant(alone))
         except (Exception, SystemExit) as error:
             failures.append(f"{label(alone.site)} ({error_told(error)})")
-    finding = case.worst(CODES)
+    finding = case.worst(CODES, but=lambda f: GAP in f.evidence)
     bad = [c for c in found if c.broken] + [c for c in found if c.deviates and not c.broken]
     shown = bad or [c for c in found if finding is not None and c.name == finding.site] or found
     seen = [c.line() for c in shown[:2]]

@@ -11,6 +11,8 @@ from normscope.doctor.report import Finding, severity_rank
 from normscope.doctor.wording import unfold
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from normscope.doctor.report import Report
     from normscope.doctor.subject import Subject
 
@@ -58,14 +60,14 @@ class Case:
         specs = {row.name: row.spec for row in self.report.sites}
         return [alone(site, specs.get(site.name)) for site in self.subject.sites]
 
-    def worst(self, codes: str) -> Finding | None:
+    def worst(self, codes: str, but: Callable[[Finding], bool] = lambda _: False) -> Finding | None:
         """The gravest finding of these rules, from warning on; the first in their order among equals."""
         wanted = codes.split()
         found = [
             one
             for finding in self.report.at_least("warning")
             for one in unfold(finding)
-            if one.code in wanted
+            if one.code in wanted and not but(one)
         ]
         return min(found, key=lambda f: (-severity_rank(f.severity), wanted.index(f.code)), default=None)
 

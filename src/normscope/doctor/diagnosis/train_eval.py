@@ -15,6 +15,7 @@ import torch
 from normscope.doctor.change import Change, change, some
 from normscope.doctor.diagnosis.step import Case, Step, told
 from normscope.doctor.modes import NoFunctionalDropout
+from normscope.doctor.modes_apart import GAP
 from normscope.doctor.nested import detached
 from normscope.doctor.wording import label, listed, number, percent, plural
 from normscope.errors import told as error_told
@@ -37,7 +38,7 @@ RUNS = {
 def step(case: Case) -> Step:
     subject = case.subject
     stateful = [site for site in subject.sites if site.has_running_state]
-    finding = case.worst(CODES)
+    finding = case.worst(CODES) or case.worst("NS106", but=lambda f: GAP not in f.evidence)
     seen, runs = [], {}
     undecided = [
         f"{n.code}{f' at {n.site}' if n.site else ''}: {n.reason}"

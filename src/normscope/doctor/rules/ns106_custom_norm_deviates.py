@@ -11,6 +11,13 @@ set is constant. Info; warning from an output that differs by 0.01 standard devi
 variance is merely unbiased over a set of fixed size; error where it makes numbers into NaN there, or the gradient of
 a constant set that occurs.
 
+A norm that is not identified, by the batch in training and by stored statistics in evaluation, is judged by what it
+does: a copy is trained on your batch until its stored statistics stay, by whatever rule they move, and evaluation of
+that batch must give what training gives, but for n / (n - 1) in the variance. A warning tells of another output (two
+eps, a root stored where a variance is read), and of statistics that training never moves where more than the sampling
+of your batch parts the modes (else info). Info, where training normalizes by the stored statistics and the gradient
+holds them fixed.
+
 ## Why it matters
 Code reviews read the name. Weights trained under one convention are loaded under the other when the hand-written
 class is replaced, by a fused kernel or in a port, and the model is off by just that much. A root of zero that is
@@ -22,6 +29,9 @@ is a constant factor, which the weight absorbs in training: it matters when weig
 first and over whole images a layer norm is taken as meant. An eps is looked for as `eps`, `epsilon` or
 `variance_epsilon`, and a square or a multiple by the size of a set passes for it. A sum of squares passes where weight
 or factor make up for the size of the sets; `F.normalize` in a module is a site of its own, and is not judged here.
+The two modes of a norm written inside a larger forward are compared by the module around it, not where another norm
+there mixes parts of a batch. Statistics that do not settle on a repeated batch, or fewer than 4 samples, are not
+judged.
 
 ## Example
 ```python
@@ -57,7 +67,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.named import meant, of_mean, set_size
+from normscope.doctor.deviations import PLACES, UNBIASED
+from normscope.doctor.deviations import deviations as named_deviations
+from normscope.doctor.modes_apart import modes_apart
+from normscope.doctor.named import meant
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.stated import other_eps
@@ -67,60 +80,28 @@ if TYPE_CHECKING:
     from normscope.doctor.probes.named_norm import Beside
     from normscope.doctor.site import Site
     from normscope.doctor.subject import Subject
-    from normscope.spec import NormSpec
 
 MATTERS = 0.01
-UNBIASED = "its variance is unbiased"
 HALF = ("float16", "bfloat16")
-PLACES = {
-    "std": "eps {eps} stands outside the root, sqrt(v) + eps",
-    "max": "eps {eps} is a floor, max(sqrt(v), eps)",
-    "max_variance": "eps {eps} is a floor under the root, sqrt(max(v, eps))",
-}
 
 
-@rule("NS106", "custom-norm-deviates", kinds="D", needs=("data", "named_norm"))
+@rule("NS106", "custom-norm-deviates", kinds="D", needs=("data", "named_norm"), uses=("settled",))
 def check(subject: Subject) -> Iterator[Finding | NotRun]:
     for site in subject.sites:
         if site.kind not in ("hand-written", "inlined"):
             continue
         if site.spec is None:
-            yield NotRun("NS106", site.reason, site.name)
+            settled = subject.measured.get("settled", {}).get(site.name)
+            apart = None if settled is None else modes_apart(site, settled, subject.synthetic)
+            yield apart or NotRun("NS106", site.reason, site.name)
             continue
         named = meant(site, site.spec)
         half = next((call.dtype for call in site.calls if call.dtype in HALF), "")
-        deviations = [] if named is None else list(_deviations(site, site.spec, named[1], half))
+        deviations = [] if named is None else list(named_deviations(site, site.spec, named[1], half))
         deviations += _always(site, half)
         if deviations:
             seen = subject.measured["named_norm"].get(site.name)
             yield _finding(site, deviations, None if named is None else named[0], seen)
-
-
-def _deviations(site: Site, spec: NormSpec, named: NormSpec, half: str) -> Iterator[str]:
-    if spec.stats != named.stats:
-        yield f"its statistics run over {_where(spec, named)} ({spec.stats})"
-    if spec.center != named.center:
-        yield "it subtracts the mean" if spec.center else "it does not subtract the mean"
-    elif not spec.center and spec.scale == "std":
-        yield "it divides by the standard deviation, about a mean that it does not subtract"
-    if spec.scale == "l2" and named.scale != "l2":
-        yield (
-            f"it divides by the root of the sum of the {set_size(site, spec)} squares, not of their mean: its output "
-            f"is {number(of_mean(site, spec))} of what its name says"
-        )
-    if spec.scale == "std" and spec.correction:
-        yield f"{UNBIASED}, over n - {spec.correction:g}"
-    if spec.eps_at in PLACES:
-        yield PLACES[spec.eps_at].format(eps=eps_text(spec.eps))
-    if half and named.center and spec.weight is not None and spec.cast.weight == "after":
-        yield f"its weight is applied after casting back to {half}, as in Llama's RMS norm"
-
-
-def _where(spec: NormSpec, named: NormSpec) -> str:
-    if spec.properties().couples_samples:
-        return "the samples"
-    kept = set(spec.stats.partition("->")[2].split()) - set(named.stats.partition("->")[2].split())
-    return "the positions, for each feature apart" if kept else "the positions too"
 
 
 def _factor(site: Site, deviations: list[str]) -> bool:
