@@ -107,6 +107,31 @@ class TestWhichTensorsAreNorms:
         ]
         assert search.vectors == ("block",)
 
+    def test_gains_of_norms_written_by_hand(self) -> None:
+        state = {
+            "rms.g": torch.ones(4),
+            "layers.0.norm.alpha": torch.ones(4),
+            "own.g": torch.ones(4),
+            "own.b": torch.ones(4),
+            "snake.alpha": torch.ones(4),  # the slope of an activation
+            "branch.g": torch.ones(4),
+            "rotary.inv_freq": torch.ones(4),
+            "fc.w": torch.ones(4, 4),
+            "fc.b": torch.ones(4),
+            "tanh.alpha": torch.ones(1),
+        }
+        search = find_norms(in_memory(state).tensors)
+        assert {norm.path: norm.kind for norm in search.norms} == {
+            "rms": "rms",
+            "layers.0.norm": "rms",
+            "own": "",
+        }
+        assert search.vectors == ("branch", "snake")
+        assert [norm.path for norm in search.alone] == ["snake", "branch", "rotary"]
+        # what multiplies by 1 + g starts at 0: no dead channels, no convention that could be told from a file
+        state = {"rms.g": torch.zeros(64), "ln.weight": torch.ones(64), "ln.bias": torch.zeros(64)}
+        assert normscope.check_state(state).findings == ()
+
     @pytest.mark.parametrize(
         ("state", "why"),
         [

@@ -239,6 +239,39 @@ def test_prefixes_that_most_names_have() -> None:
     assert (c.same, c.prefixes, len(c.pairs)) == (True, ("model.", ""), 7)
 
 
+class Hand(nn.Module):
+    """An RMS norm that multiplies by 1 + its weight."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.gain_name = name
+        setattr(self, name, nn.Parameter(torch.linspace(-0.5, 0.5, 6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain: torch.Tensor = 1 + getattr(self, self.gain_name)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain
+
+
+@pytest.mark.parametrize(("path", "name"), [("rms", "g"), ("pre", "factors")])
+def test_a_gain_that_only_the_graph_tells(path: str, name: str, tmp_path: Path) -> None:
+    net = nn.Sequential()
+    net.add_module("lin", nn.Linear(6, 6))
+    net.add_module(path, Hand(name))
+    file = tmp_path / "hand.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(net, (torch.randn(2, 6),), file, dynamo=False, opset_version=17)
+    state = net.state_dict()
+    found = ns.compare_norms(state, str(file))
+    assert (found.same, [pair.a for pair in found.pairs]) == (True, [path])
+    assert found.notes == (
+        f"the graph multiplies by 1 + the weight of the file at {path}; that the model does so is not in a "
+        "file of weights",
+    )
+    state[f"{path}.{name}"] = state[f"{path}.{name}"] + 0.25
+    assert fields(ns.compare_norms(state, str(file))) == [(path, "weight")]
+
+
 def test_a_graph_names_its_nodes_by_the_modules_they_came_from(graph: Path) -> None:
     assert {norm.name for norm in of_graph(graph).norms} == {"blocks.0.bn", "gn", "ln"}
 

@@ -25,15 +25,19 @@ from normscope.doctor.stored_state import Stored
 ROLES = {
     "weight": "weight", "bias": "bias", "running_mean": "running_mean", "running_var": "running_var",
     "num_batches_tracked": "num_batches_tracked", "gamma": "weight", "beta": "bias", "scale": "weight",
-    "moving_mean": "running_mean", "moving_variance": "running_var",
+    "moving_mean": "running_mean", "moving_variance": "running_var", "g": "weight", "w": "weight", "gain": "weight",
+    "b": "bias",
 }  # fmt: skip
-"""last part of a name -> what it is; BERT's first checkpoints say gamma and beta, Keras and Flax the others"""
+"""last part of a name -> what it is; BERT's first checkpoints say gamma and beta, Keras and Flax the others;
+norms written by hand g or w, and b"""
+ALPHA = "alpha"
+"""a gain under a norm's name; elsewhere a slope, or the scale of a Dynamic Tanh, which is one number"""
 BATCH, LAYER, GROUP, INSTANCE, RMS, UNKNOWN = "batch", "layer", "group", "instance", "rms", ""
 NAMED = "its name is a batch norm's"
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 WORDS = (
     (r"(sync)?_?batch_?norm(alization)?(_?\dd)?_?\d*[a-z]?|bn_?\d*[a-z]?|bn_\w+|\w+_bn\d*", BATCH),
-    (r"rms_?norm(alization)?_?\d*|\w*_rms_?norm|rmsn", RMS),
+    (r"rms_?norm(alization)?_?\d*|\w*_rms_?norm|rmsn|rms_?\d*", RMS),
     (r"group_?norm(alization)?_?\d*|gn_?\d*", GROUP),
     (r"instance_?norm(alization)?(_?\dd)?_?\d*", INSTANCE),
     (r"\w*layer_?norm(alization)?_?\d*(_\w+)?|ln_?\d*|ln_\w+|\w+_ln", LAYER),
@@ -76,6 +80,8 @@ class Search:
     norms: tuple[StoredNorm, ...]
     vectors: tuple[str, ...]
     """weights of one axis that stand alone under no norm's name: left out"""
+    alone: tuple[StoredNorm, ...]
+    """paths that hold one vector, whatever its name, and nothing else: a gain, where somebody else says so"""
     quantized: tuple[str, ...]
     """norms whose parameters are stored as integers: left out"""
 
@@ -85,15 +91,19 @@ def find_norms(state: Mapping[str, Stored]) -> Search:
     groups: dict[str, dict[str, Stored]] = {}
     quantized: dict[str, None] = {}
     bounded: set[str] = set()
+    held: dict[str, dict[str, Stored]] = {}
     whitened: set[str] = set()
     for name, tensor in state.items():
         path, _, last = name.rpartition(".")
+        held.setdefault(path, {})[last] = tensor
         role = ROLES.get(last)
+        if last == ALPHA and tensor.size > 1 and says(path) is not None:
+            role = "weight"
         if role is None:
             owner = path.rpartition(".")[0] if path.endswith((".weight", ".bias")) else path
             if last in ("qweight", "weight_q") and says(owner) is not None:
                 quantized[owner] = None
-            if last == "alpha" and tensor.size == 1:
+            if last == ALPHA and tensor.size == 1:
                 bounded.add(path)
             if last in MATRICES:
                 whitened.add(path)
@@ -108,9 +118,18 @@ def find_norms(state: Mapping[str, Stored]) -> Search:
             continue
         if norm is not None:
             norms.append(norm)
-        elif set(group) == {"weight"} and _vector(group["weight"]) and group["weight"].size > 1:
+        elif set(group) == {"weight"} and _vector(group["weight"]):
             vectors.append(path)
-    return Search(tuple(norms), tuple(vectors), tuple(quantized))
+    known = {norm.path for norm in norms}
+    single = [
+        (path, last, tensor)
+        for path, tensors in held.items()
+        for last, tensor in tensors.items()
+        if len(tensors) == 1 and path not in known and _vector(tensor)
+    ]
+    vectors += [path for path, last, _ in single if last == ALPHA]
+    alone = tuple(StoredNorm(path, {"weight": tensor}, RMS, False) for path, _, tensor in single)
+    return Search(tuple(norms), tuple(vectors), alone, tuple(quantized))
 
 
 def says(path: str) -> str | None:
@@ -150,7 +169,7 @@ def _norm(path: str, group: dict[str, Stored]) -> StoredNorm | None:
 
 
 def _vector(tensor: Stored) -> bool:
-    return len(tensor.shape) == 1 and tensor.dtype in FLOATING
+    return len(tensor.shape) == 1 and tensor.size > 1 and tensor.dtype in FLOATING
 
 
 def without_statistics(norms: Iterable[StoredNorm]) -> dict[str, tuple[tuple[str, ...], str]]:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 from normscope.doctor.report import plain
 from normscope.doctor.wording import listed, plural
 from normscope.errors import BadInput, BadTarget, printable
-from normscope.targets.norms.differences import NormDifference, counters_differ, differences
+from normscope.targets.norms.differences import (
+    NormDifference,
+    counters_differ,
+    differences,
+    one_more,
+)
 from normscope.targets.norms.listed import FILE, GRAPH, ListedNorm, NormList
 from normscope.targets.norms.pairing import Pairing, paired
 
@@ -159,7 +164,7 @@ def compare_norms(a: Any, b: Any, *, progress: Callable[[str], None] | None = No
     one, two = _list(a, "first"), _list(b, "second")
     left, notes = _comparable(one, two)
     found = paired(*left)
-    pairs, counts = [], []
+    pairs, counts, more = [], [], []
     for mine, theirs in found.pairs:
         name = mine.name.removeprefix(found.prefixes[0])
         if progress is not None:
@@ -168,8 +173,15 @@ def compare_norms(a: Any, b: Any, *, progress: Callable[[str], None] | None = No
         pairs.append(_pair(name, mine, theirs, site_a, site_b))
         if counters_differ(site_a, site_b):
             counts.append(name)
+        if one_more(site_a, site_b):
+            more.append(name)
     if counts:
         notes.append(f"counters of batches differ, which changes no output, at {listed(counts)}")
+    if more:
+        notes.append(
+            f"the graph multiplies by 1 + the weight of the file at {listed(more)}; that the model does so is not in a "
+            "file of weights"
+        )
     return NormsComparison(
         one.source,
         two.source,
@@ -226,11 +238,21 @@ def _list(target: Any, which: str) -> NormList:
 def _comparable(
     a: NormList, b: NormList
 ) -> tuple[tuple[tuple[ListedNorm, ...], tuple[ListedNorm, ...]], list[str]]:
-    """Beside a file of weights only norms that hold tensors: others cannot stand in it."""
+    """Beside a file of weights only norms that hold tensors: others cannot stand in it.
+
+    A vector of a file is the gain of a norm where the other target has a norm with a gain alone under its name.
+    """
     sides, notes = [], [f"{each.source}: {note}" for each in (a, b) for note in each.notes]
     for own, other in ((a, b), (b, a)):
         bare = [norm for norm in own.norms if not norm.tensors] if other.kind == FILE else []
-        sides.append(tuple(norm for norm in own.norms if norm not in bare))
+        gains = {norm.name for norm in other.norms if norm.tensors == ("weight",)}
+        also = tuple(norm for norm in own.maybe if norm.name in gains)
+        sides.append((*(norm for norm in own.norms if norm not in bare), *also))
+        if left := [name for name in own.vectors if name not in {norm.name for norm in also}]:
+            notes.append(
+                f"{own.source}: {plural(len(left), 'vector')} without a bias under no norm's name were left out: "
+                f"{listed(left)}"
+            )
         if bare:
             notes.append(
                 f"left out of {own.source}, since without tensors they stand in no file of weights: "

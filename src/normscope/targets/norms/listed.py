@@ -32,3 +32,7 @@ class NormList:
     kind: str
     norms: tuple[ListedNorm, ...]
     notes: tuple[str, ...] = field(default=())
+    maybe: tuple[ListedNorm, ...] = ()
+    """of a file: vectors that stand alone, which are norms where the other target has some there"""
+    vectors: tuple[str, ...] = ()
+    """gains that stand alone under no norm's name: left out"""

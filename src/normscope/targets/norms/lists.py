@@ -15,7 +15,7 @@ from normscope.doctor.site import Site
 from normscope.doctor.stored_norms import ROLES, StoredNorm, find_norms
 from normscope.doctor.stored_sites import bare, sites_of
 from normscope.doctor.stored_state import StoredState, in_memory
-from normscope.doctor.wording import listed, plural
+from normscope.doctor.wording import listed
 from normscope.targets import resolve
 from normscope.targets.norms.listed import FILE, GRAPH, MODEL, ListedNorm, NormList
 from normscope.targets.state_files import names_state
@@ -59,11 +59,12 @@ def of_state(state: Mapping[str, Any] | str | Path, source: str = "") -> NormLis
     notes = [*stored.notes]
     if found.quantized:
         notes.append(f"left out, since their parameters are stored as integers: {listed(found.quantized)}")
-    if found.vectors:
-        count = plural(len(found.vectors), "vector")
-        notes.append(f"{count} without a bias under no norm's name were left out: {listed(found.vectors)}")
-    norms = [_stored(norm, stored) for norm in bare(found.norms)]
-    return NormList(source or stored.source or "a state dict", FILE, tuple(norms), tuple(notes))
+    norms, maybe = (
+        tuple(_stored(norm, stored) for norm in bare(some)) for some in (found.norms, found.alone)
+    )
+    return NormList(
+        source or stored.source or "a state dict", FILE, norms, tuple(notes), maybe, found.vectors
+    )
 
 
 def _stored(norm: StoredNorm, stored: StoredState) -> ListedNorm:
