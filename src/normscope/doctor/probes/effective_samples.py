@@ -18,7 +18,7 @@ import numpy as np
 
 from normscope.doctor.moments import SampleMoments, sample_moments
 from normscope.doctor.probes import Probe
-from normscope.doctor.wording import SAMPLES_UNKNOWN
+from normscope.doctor.wording import SAMPLES_UNKNOWN, label, listed
 
 if TYPE_CHECKING:
     from normscope.doctor.site import Event
@@ -52,7 +52,9 @@ class EffectiveSamplesProbe(Probe):
         self._samples = subject.batch_size
         self._seen: dict[str, SampleMoments | str] = {}
         if not any(site.mode_train == "batch" for site in subject.known()):
-            return "no site normalizes by batch statistics in training"
+            unknown = [label(site) for site in subject.sites if site.spec is None]
+            of = f" of those identified (not {listed(unknown)})" if unknown else ""
+            return f"no site{of} normalizes by batch statistics in training"
         if not subject.batch_size:
             return SAMPLES_UNKNOWN
         if subject.batch_size < 2:
