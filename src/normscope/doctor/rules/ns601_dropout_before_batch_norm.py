@@ -121,6 +121,8 @@ def _finding(subject: Subject, site: Site, rate: float, layer: str) -> Finding:
     else:
         ratio = math.exp(difference.log_var)
         evidence["measured_variance_ratio"] = ratio
+        # within sampling error, where this is no more than SHARE of the channels
+        evidence["channels_beyond_sampling_error"] = difference.share_var
         variance_alone = replace(difference, share_mean=0.0, shift=0.0)
         explained = _explains(predicted, ratio, measured.samples, bool(layer))
         severe = explained and matters(variance_alone)[1] and not subject.inputs_dependent
