@@ -118,3 +118,36 @@ def test_a_bias_beside_which_no_scale_can_be_measured() -> None:
         "the bias hides the rest: outputs of the size 1 are added to a bias of up to 7e+03, which is known to 0.007. "
         "Pass a callable and an example of float64"
     )
+
+
+@pytest.mark.parametrize("c", [1e3, 1e7])
+@pytest.mark.parametrize("where", ["input", "variance"])
+def test_a_clamp_that_only_large_inputs_reach(c: float, where: str) -> None:
+    def clamped(x: torch.Tensor) -> torch.Tensor:
+        x = x.clamp(-c, c) if where == "input" else x
+        variance = x.var(-1, keepdim=True, unbiased=False)
+        variance = variance.clamp(max=c**2) if where == "variance" else variance
+        return (x - x.mean(-1, keepdim=True)) / (variance + 1e-5).sqrt()
+
+    found = ns.identify(clamped, DOUBLE)
+    assert found.spec is None
+    assert found.sizes is None
+    assert found.reason is not None
+    assert "(the size 10^8) it is off by" in found.reason
+
+
+def test_a_clamp_before_stored_statistics() -> None:
+    norm = torch.nn.BatchNorm1d(10).eval()
+    found = ns.identify(lambda x: norm.double()(x.clamp(-1e5, 1e5)), DOUBLE[0])
+    assert found.fixed is None
+    assert found.reason is not None
+    assert found.reason.startswith(
+        "scaled inputs give a * x + b of each element alone, but a fresh input is off"
+    )
+
+
+def test_the_answer_says_the_sizes_it_was_verified_for() -> None:
+    for f in (lambda x: F.layer_norm(x, (10,)), torch.nn.LayerNorm(10), torch.nn.BatchNorm1d(6).eval()):
+        found = ns.identify(f, DOUBLE)
+        assert found.sizes == (1e-6, 1e8)
+        assert "\n  verified for inputs of size 1e-6 to 1e8\n" in str(found)

@@ -6,6 +6,7 @@ import numpy as np
 
 from normscope.identify.affine import Values
 from normscope.identify.box import Array
+from normscope.identify.fresh import SIZES
 from normscope.identify.partition import Partition
 from normscope.identify.probing import Contradiction, Pair, Prober, direction
 from normscope.identify.result import FixedAffine
@@ -20,7 +21,7 @@ LINEAR = (
 def fixed_affine(
     f: Prober, pairs: list[Pair], partition: Partition, bias: Values, layout: str | None
 ) -> tuple[FixedAffine, float]:
-    """``a`` and ``b`` with the axes that they vary along, and the largest error on a fresh input.
+    """``a`` and ``b`` with the axes that they vary along, and the largest error on fresh inputs.
 
     Raises Contradiction where inputs mix.
     """
@@ -34,9 +35,14 @@ def fixed_affine(
     fixed = FixedAffine(
         a.value.mean(axis=others), bias.value.mean(axis=others), " ".join(names[dim] for dim in needed)
     )
-    x = direction(partition.shape, 101)
-    expected = a.value.mean(axis=others, keepdims=True) * x + bias.value.mean(axis=others, keepdims=True)
-    error = float(np.abs(f(x) - expected).max() / (np.abs(expected).max() or 1.0))
+    factor, shift = (v.value.mean(axis=others, keepdims=True) for v in (a, bias))
+    errors = []
+    for size in (1.0, *SIZES.values()):
+        x = direction(partition.shape, 101) * size
+        x = x.astype(np.float32).astype(np.float64) if f.roundoff > 2.0**-50 else x
+        expected = factor * x + shift
+        errors.append(float(np.abs(f(x) - expected).max() / (np.abs(expected).max() or 1.0)))
+    error = float(np.max(errors))
     if not error <= 256 * f.roundoff:
         raise Contradiction(
             f"scaled inputs give a * x + b of each element alone, but a fresh input is off that by {error:.2g} of the "

@@ -21,8 +21,11 @@ ALL_DIGITS = 2.0**50
 """a mean so many spreads high leaves no digit of them in float64"""
 
 
+SIZES = {f"the size 10^{k}": 10.0**k for k in range(-6, 9, 2)}
+"""what is verified of every answer: a clamp at 1e5 is no part of any norm, and shows on no smaller input"""
 FEW = ("another direction", "a spread near eps")
-ALL = (*FEW, "a few large elements", "a level of 2", "a spread far above eps")
+ORDINARY = (*FEW, "a few large elements", "a level of 2", "a spread far above eps")
+ALL = (*ORDINARY, *SIZES)
 """the inputs by name"""
 
 
@@ -52,6 +55,8 @@ def inputs(shape: tuple[int, ...], near_eps: float | None) -> Iterator[tuple[str
         yield "a spread near eps", near * direction(shape, 104)
         if near > 1:  # inputs of ordinary size are far below it
             yield "a spread far above eps", 2.0**6 * near * direction(shape, 105)
+    for name, size in SIZES.items():
+        yield name, size * direction(shape, 101)
 
 
 def verify(

@@ -224,8 +224,9 @@ def _verified(
     worst = resolution = 0.0
     for shape in shapes:
         raised: type[Contradiction] = Contradiction if shape == shapes[0] else OnlyWhenShortened
+        names = fresh.ALL if shape == shapes[0] else fresh.ORDINARY
         try:
-            verdict = fresh.verify(f, shape, spec, weight, bias, near_eps)
+            verdict = fresh.verify(f, shape, spec, weight, bias, near_eps, names)
         except ValueError as error:  # the parameters, or the sets, are others at that shape
             raise raised(f"at the shape {shape} it is no longer {spec}: {error}") from None
         if not verdict.holds:
@@ -252,4 +253,5 @@ def _kept(f: Prober) -> dict[str, Any]:
         "notes": tuple(f.notes),
         "name": f.box.name,
         "roundoff": f.roundoff,
+        "sizes": (min(fresh.SIZES.values()), max(fresh.SIZES.values())),
     }

@@ -10,6 +10,7 @@ import numpy as np
 
 from normscope import reference
 from normscope.errors import ModelError
+from normscope.identify.fresh import SIZES
 from normscope.identify.module_box import Array
 from normscope.identify.module_mode import InMode
 from normscope.identify.module_state import Whole
@@ -56,7 +57,7 @@ def verified(whole: Whole, modes: Sequence[InMode], example: tuple[int, ...]) ->
     coarse = any("float32" in entry.conclusion for mode in modes for entry in mode.core.evidence)
     evidence = Evidence(
         "the whole was compared with the reference, tensors put back",
-        "fresh inputs of usual size, far from zero, and at the size of eps",
+        "fresh inputs of usual size, far from zero, at the size of eps, and the largest",
         errors,
     )
     resolution = FLOAT32 if coarse else FLOAT64
@@ -75,7 +76,7 @@ def _inputs(whole: Whole, shape: tuple[int, ...]) -> list[Array]:
     eps = 2.0**-52 if whole.spec.eps is None else abs(whole.spec.eps)
     small = eps if whole.spec.eps_at in ("std", "max") else eps**0.5
     one, two = (direction(shape, seed) for seed in SEEDS)
-    return [one, 5 + 30 * two, (small or 1e-3) * one]
+    return [one, 5 + 30 * two, (small or 1e-3) * one, max(SIZES.values()) * one]
 
 
 def _error(whole: Whole, mode: InMode, tensors: dict[str, Array], x: Array) -> float:

@@ -181,6 +181,7 @@ def _finished(
         bias=bias,
         max_error=checked.error,
         resolution=checked.resolution,
+        sizes=here.core.sizes,
         evidence=(*found, checked.evidence),
         equivalent=tuple(other.replace(cast=spec.cast) for other in whole.equivalent),
         notes=tuple(notes),

@@ -67,6 +67,8 @@ class Identification:
     """largest difference from the reference on fresh inputs, over the largest output of that input"""
     resolution: float | None = None
     """what a difference has to exceed to be told from rounding there; a smaller deviation may hide"""
+    sizes: tuple[float, float] | None = None
+    """the smallest and the largest input that it was verified on: what it does beyond was not looked at"""
     evidence: tuple[Evidence, ...] = ()
     equivalent: tuple[NormSpec, ...] = ()
     """other specifications of the same function on inputs of this shape, each with its own weight"""
@@ -105,6 +107,8 @@ class Identification:
         if self.max_error is not None:
             told = "" if self.resolution is None else f"; below {self.resolution:.1e} it may be rounding"
             lines.append(f"  largest error on fresh inputs {self.max_error:.1e}{told}")
+        if self.sizes is not None:
+            lines.append(f"  verified for inputs of size {_power(self.sizes[0])} to {_power(self.sizes[1])}")
         for title, entries in (
             ("the same function", self.equivalent),
             ("because", self.evidence if evidence else ()),
@@ -124,6 +128,7 @@ class Identification:
             **{name: None if value is None else value.tolist() for name, value in arrays.items()},
             "max_error": self.max_error,
             "resolution": self.resolution,
+            "sizes": self.sizes and list(self.sizes),
             "evidence": [
                 {"conclusion": e.conclusion, "probe": e.probe, "numbers": dict(e.numbers)}
                 for e in self.evidence
@@ -134,6 +139,15 @@ class Identification:
             "notes": list(self.notes),
             "half": self.half and self.half.conclusion,
         }
+
+
+def _power(size: float) -> str:
+    """
+    >>> _power(1e-6), _power(1e8)
+    ('1e-6', '1e8')
+    """
+    digits, power = f"{size:.0e}".split("e")
+    return f"{digits}e{int(power)}"
 
 
 def _number(value: float | int | str | tuple[int, ...]) -> str:
