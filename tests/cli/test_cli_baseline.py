@@ -243,6 +243,18 @@ def test_half_a_surrogate_in_a_name_had_no_fingerprint(tmp_path: Path) -> None:
     assert list(Baseline.read(file).entries) == [("NS403", "a\udc80", one.mode)]
 
 
+def test_an_ignore_of_what_follows_from_another_finding_is_not_called_needless() -> None:
+    rows = tuple(
+        SiteRow(name, "module", "BatchNorm2d", None, "", "batch", "running", 1, (), ()) for name in "ab"
+    )
+    head = replace(finding("NS304", "a"), also=(finding("NS304", "b"),))
+    done = suppress(replace(report(head), sites=rows), [Ignore("b", ("NS304",), "known")])
+    assert done.notes == (
+        "the ignore of NS304 at 'b' waits: what it accepts follows from NS304 at a, and is told under it",
+    )
+    assert done.findings == (head,)
+
+
 def test_unused_ignores_are_told() -> None:
     row = SiteRow("a", "module", "LayerNorm", None, "", "input", "input", 1, (), ())
     checked = replace(report(finding("NS403", "a"), passed=("NS401",)), sites=(row,))

@@ -111,9 +111,19 @@ def _unused(report: Report, ignores: list[Ignore]) -> list[str]:
         what = f"the ignore of {listed(ignore.codes)} at {ignore.site!r}"
         if not any(ignore.matches(site.name) for site in report.sites):
             notes.append(f"{what} matches no normalization of this model")
+        elif (above := _followed(report, ignore)) is not None:
+            place = above.site or "the model"
+            notes.append(
+                f"{what} waits: what it accepts follows from {above.code} at {place}, and is told under it"
+            )
         elif any(code.startswith(ignore.codes) for code in looked):
             notes.append(f"{what} was not needed: nothing was found there")
     return notes
+
+
+def _followed(report: Report, ignore: Ignore) -> Finding | None:
+    """The finding under which one stands that the ignore would cover."""
+    return next((f for f in report.findings if any(ignore.covers(one) for one in f.also)), None)
 
 
 def told(suppressed: Iterable[Suppressed]) -> list[str]:
