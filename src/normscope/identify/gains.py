@@ -52,9 +52,8 @@ def _alone(name: str, others: list[str], one: Gain, two: Gain) -> Gain:
         return one if one.offset is None else two
     if abs(one.offset - two.offset) <= LAW * max(1.0, abs(one.offset)):
         return one
-    numbers = {
-        f"others at {value:g}, constant": gain.offset for value, gain in zip(OTHERS, (one, two), strict=True)
-    }
+    offsets = (one.offset, two.offset)
+    numbers = {f"others at {at:g}, constant": offset for at, offset in zip(OTHERS, offsets, strict=True)}
     what = f"{name} is a gain, but the factor is a constant + {name} where the constant follows {' and '.join(others)}"
     return Gain(None, Evidence(what, f"{name} moved, at two values of {' and '.join(others)}", numbers))
 
