@@ -58,6 +58,55 @@ def test_fixture_and_assertion(pytester: pytest.Pytester, loaded: list[str]) -> 
     result.stdout.no_fnmatch_line("*pytest_plugin.py:*")
 
 
+def test_settings_of_the_project_hold(pytester: pytest.Pytester, loaded: list[str]) -> None:
+    pytester.makepyprojecttoml(
+        """
+        [tool.normscope]
+        ignore = ["NS302"]
+        dataset-size = 129
+        baseline = "known.json"
+        [[tool.normscope.ignore-site]]
+        site = "0"
+        codes = ["NS301"]
+        reason = "known"
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest, torch
+        import normscope
+        from normscope.doctor.baseline import Baseline
+
+        def broken():
+            norm = torch.nn.BatchNorm1d(8)
+            norm.running_var.fill_(-1.0)
+            return torch.nn.Sequential(norm, torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+
+        def codes(report):
+            return {finding.code for finding in report.findings}
+
+        def test_baseline_is_read(normscope_check):
+            with pytest.raises(normscope.errors.BadInput, match="known.json does not exist"):
+                normscope_check(broken())
+            accepted = Baseline.of(normscope.check(broken(), torch.randn(64, 8), select=["NS501"])).to_json()
+            with open("known.json", "w") as file:
+                file.write(accepted)
+
+        def test_settings(normscope_check):
+            report = normscope_check(broken(), torch.randn(64, 8))
+            assert codes(report) & {"NS301", "NS302", "NS501"} == set()
+            assert {s.finding.code for s in report.suppressed} >= {"NS301", "NS501"}
+            assert "NS204" in codes(report)  # 129 samples leave one
+
+        def test_arguments_win(normscope_check):
+            report = normscope_check(broken(), torch.randn(64, 8), ignore=["NS7"], dataset_size=128)
+            assert "NS302" in codes(report)
+            assert "NS204" not in codes(report)
+        """
+    )
+    pytester.runpytest_subprocess(*loaded, "-p", "no:randomly").assert_outcomes(passed=3)
+
+
 def test_it_is_registered() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert '[project.entry-points.pytest11]\nnormscope = "normscope.pytest_plugin"\n' in text
