@@ -169,7 +169,7 @@ class TestNests:
         "wrap",
         [
             lambda s: {"state_dict": s},
-            lambda s: {"model": s, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}},
+            lambda s: {"model": s, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}},
             lambda s: {"epoch": 3, "hyper": {"lr": 0.1}, "model": {"state_dict": s}},
             lambda s: {"payload": s},
         ],
@@ -186,6 +186,9 @@ class TestNests:
         path = tmp_path / "a.pt"
         torch.save({"ema": {"w": torch.ones(2)}, "model": {"w": torch.ones(2)}}, path)
         assert open_state(path).notes == [f"{path}: checked 'model'; it also holds 'ema'"]
+        optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}}
+        torch.save({"model": {"w": torch.ones(2)}, "optimizer": optimizer}, path)
+        assert open_state(path).notes == [f"{path}: checked 'model'; it also holds 'optimizer'"]
 
     def test_a_dictionary_inside_itself_ends(self, tmp_path: Path) -> None:
         knot: dict[str, Any] = {}

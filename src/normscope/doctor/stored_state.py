@@ -64,7 +64,7 @@ def chosen_state(tree: Mapping[Any, Any], what: str) -> tuple[dict[str, Any], li
         if not nests:
             break
         name = next((p for p in PREFERRED if p in nests), nests[0])
-        others = [k for k in nests if k != name and "optim" not in k.lower()]
+        others = [k for k, v in inside.items() if isinstance(k, str) and k != name and _holds(v, named=False)]
         if others:
             notes.append(f"{what}: checked {name!r}; it also holds {listed([repr(k[:40]) for k in others])}")
         inside = inside[name]
@@ -74,8 +74,11 @@ def chosen_state(tree: Mapping[Any, Any], what: str) -> tuple[dict[str, Any], li
     )
 
 
-def _holds(tree: Any) -> bool:
-    """Whether a tensor stands under strings in here, at most ``DEEPEST`` levels down; dictionaries may be shared."""
+def _holds(tree: Any, *, named: bool = True) -> bool:
+    """Whether a tensor stands in here, at most ``DEEPEST`` levels down; dictionaries may be shared.
+
+    ``named``: under strings, as in a state dict; an optimizer numbers its tensors.
+    """
     level, seen = [tree], set[int]()
     for _ in range(DEEPEST):
         below = []
@@ -83,10 +86,10 @@ def _holds(tree: Any) -> bool:
             if not isinstance(one, Mapping) or id(one) in seen:
                 continue
             seen.add(id(one))
-            named = [value for key, value in one.items() if isinstance(key, str)]
-            if any(hasattr(value, "shape") for value in named):
+            values = [value for key, value in one.items() if isinstance(key, str) or not named]
+            if any(hasattr(value, "shape") for value in values):
                 return True
-            below += named
+            below += values
         level = below
     return False
 
