@@ -266,6 +266,6 @@ def test_a_file_as_target_says_what_to_do() -> None:
     with pytest.raises(BadTarget) as caught:
         targets.resolve("model.safetensors")
     assert str(caught.value) == (
-        "model.safetensors is a file of weights or a graph; a check needs the model's code: name it as "
+        "model.safetensors is a file of weights, and this needs the model's code: name the model as "
         "package.module:attribute and pass the file with --weights model.safetensors"
     )

@@ -70,7 +70,7 @@ def resolve(
         loaded = exported.load(Path(target), trust)
     elif target.lower().endswith(FILES):
         raise BadTarget(
-            f"{target} is a file of weights or a graph; a check needs the model's code: name it as "
+            f"{target} is a file of weights, and this needs the model's code: name the model as "
             f"package.module:attribute and pass the file with --weights {target}"
         )
     elif callables.is_call(target):
