@@ -14,6 +14,7 @@ from normscope.doctor.probes.stored import Stored
 from normscope.doctor.report import Finding, NotRun, Report, severity_rank
 from normscope.doctor.sites import find_sites
 from normscope.doctor.subject import Subject
+from normscope.doctor.wording import listed
 from normscope.errors import told
 
 if TYPE_CHECKING:
@@ -123,13 +124,24 @@ def report_of(
     """The report of a training; findings of ``earlier`` whose rule is silent now become a note."""
     found, passed, not_run, sites = judged
     codes = {finding.code for finding in found}
+    unknown = [
+        site.name or "the model" for site in sites if site.kind == "hand-written" and site.spec is None
+    ]
+    by_hand = (
+        f"written by hand, which a monitor does not identify and so does not measure: {listed(unknown)}. "
+        "normscope.check(model, inputs) on a batch does"
+    )
     gone = dict.fromkeys(f"{f.code} at {f.site or 'the model'}" for f in earlier if f.code not in codes)
     return Report(
         findings=tuple(sorted(found, key=lambda f: (-severity_rank(f.severity), f.code))),
         sites=tuple(row(site) for site in sites),
         passed=tuple(passed),
         not_run=(*not_run, *elsewhere),
-        notes=(*notes, *([f"was found earlier and no longer holds: {', '.join(gone)}"] if gone else [])),
+        notes=(
+            *notes,
+            *([by_hand] if unknown else []),
+            *([f"was found earlier and no longer holds: {', '.join(gone)}"] if gone else []),
+        ),
         target=f"training of {type(model).__name__}",
         versions=versions(),
     )
