@@ -262,6 +262,18 @@ def test_weights_that_do_not_fit_say_so_in_a_few_lines(tmp_path: Path) -> None:
         assert str(caught.value) == f"{path} {message}"
 
 
+def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net").mkdir()
+    for advice in ("name a file of weights", "name one of its files: a.pt"):
+        with pytest.raises(BadTarget) as caught:
+            targets.resolve("net")
+        assert str(caught.value) == (
+            f"the folder net holds no config.json with weights and no .safetensors file; {advice}"
+        )
+        Path("net/a.pt").touch()
+
+
 def test_a_file_as_target_says_what_to_do() -> None:
     with pytest.raises(BadTarget) as caught:
         targets.resolve("model.safetensors")

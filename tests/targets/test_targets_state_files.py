@@ -539,7 +539,9 @@ class TestPathsAndIndexes:
             with pytest.raises(BadTarget, match=reason):
                 open_state(tmp_path / name)
         (tmp_path / "empty").mkdir()
-        with pytest.raises(BadTarget, match=r"holds none of model\.safetensors, "):
+        with pytest.raises(
+            BadTarget, match=r"holds no config.json with weights and no .safetensors file; name a file"
+        ):
             open_state(tmp_path / "empty")
         with pytest.raises(BadTarget, match="is no file name"):
             open_state("a\0b.pt")

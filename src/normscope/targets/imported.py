@@ -17,6 +17,7 @@ from normscope.doctor.source import own_file
 from normscope.errors import BadTarget
 from normscope.targets import Loaded
 from normscope.targets.failures import blamed
+from normscope.targets.state_files.folder import weights_of
 
 SHOWN = 12
 """names that are told where one is not there, the nearest first"""
@@ -34,6 +35,8 @@ def named(target: str) -> Any:
         BadTarget: it is no import string, cannot be imported, or is not there.
     """
     module_name, colon, attribute = target.partition(":")
+    if not colon and Path(target).is_dir():
+        weights_of(Path(target))
     if not colon or not module_name or not attribute:
         raise BadTarget(
             f"cannot read the target {target!r}: write package.module:attribute (a module or a function that "

@@ -35,7 +35,15 @@ def weights_of(folder: Path) -> Path:
     others = sorted(folder.glob("*.safetensors"))
     if len(others) == 1:
         return others[0]
-    found = ", ".join(file.name for file in others[:4]) or "none"
+    if not others:
+        beside = sorted(
+            file.name for file in folder.iterdir() if file.suffix in (".pt", ".pth", ".ckpt", ".bin")
+        )
+        advice = f"name one of its files: {', '.join(beside[:4])}" if beside else "name a file of weights"
+        raise BadTarget(
+            f"the folder {folder} holds no {CONFIG} with weights and no .safetensors file; {advice}"
+        )
+    found = ", ".join(file.name for file in others[:4])
     raise BadTarget(
         f"the folder {folder} holds none of {', '.join(USUAL)}, and not one other .safetensors file ({found}); "
         "name the file itself"
