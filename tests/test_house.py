@@ -137,7 +137,9 @@ def test_stays_light(code: str) -> None:
 
 
 def test_the_compiler_is_not_loaded_by_what_does_not_compile() -> None:
-    code = "import normscope.nn.batch_norm, normscope.functional, normscope.doctor.check, normscope.transforms"
+    code = (
+        "import normscope.nn.batch_norm, normscope.functional, normscope.doctor.check, normscope.transforms"
+    )
     assert "torch._dynamo" not in loaded_after(code)
 
 

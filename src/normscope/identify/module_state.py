@@ -81,7 +81,8 @@ def _without_state(here: InMode, there: InMode | None, layout: str | None) -> Wh
     mode = "batch" if values.spec.properties(here.box.shape).couples_samples else "input"
     notes = here.core.notes
     if moved := sorted({*here.moved, *(there.moved if there else ())}):
-        notes = (*notes, f"{' and '.join(moved)} moves with each call, and no output depends on it")
+        moves, it = ("moves", "it") if len(moved) == 1 else ("move", "them")
+        notes = (*notes, f"{' and '.join(moved)} {moves} with each call, and no output depends on {it}")
     evidence = (*here.core.evidence, *here.tensor_evidence)
     return Whole(
         values, mode, None, evidence, notes, _units_of(values.spec, here.core.equivalent, here.box.shape)

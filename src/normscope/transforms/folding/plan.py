@@ -19,6 +19,8 @@ from normscope.doctor.probes.foldable import affine
 from normscope.doctor.session import Session
 from normscope.doctor.sites import find_sites
 from normscope.doctor.wording import number
+from normscope.transforms.chosen import HAND_WRITTEN
+from normscope.transforms.elsewhere import INLINED
 from normscope.transforms.folding.holdings import Holdings
 from normscope.transforms.folding.linear_map import LinearMap
 from normscope.transforms.folding.obstacles import Obstacle, Surroundings, both, tampered
@@ -38,8 +40,8 @@ LAYER_NORMS = {nn.LayerNorm: nn.RMSNorm, own.LayerNorm: own.RMSNorm}
 ELSEWHERE = {
     "functional": "is a call of a function, not a module: there is nothing that could be taken out",
     "hidden": "runs inside a scripted, traced or exported module: fold the model it was made from",
-    "inlined": "is written by hand inside a larger forward",
-    "hand-written": "is written by hand and not identified",
+    "inlined": INLINED,
+    "hand-written": HAND_WRITTEN,
 }
 
 
