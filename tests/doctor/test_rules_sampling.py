@@ -106,6 +106,15 @@ class TestTrainEvalGap:
             model[3].bn2.running_var /= 16
         assert self.check(model, x) == [], "its fix, applied"
 
+    def test_a_cumulative_average_is_named_in_the_fix(self) -> None:
+        model = settled(convolutional())
+        model[1].momentum = None
+        (found,) = self.check(model, images(8, 255.0))
+        assert found.fix.endswith(
+            "or recompute the running statistics on this data (momentum is None: they average every batch since "
+            "training began, also those that earlier weights gave)"
+        )
+
     def test_a_weight_between_that_was_changed(self) -> None:
         model = settled(convolutional())
         with torch.no_grad():
