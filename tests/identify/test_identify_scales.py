@@ -133,7 +133,10 @@ def test_a_clamp_that_only_large_inputs_reach(c: float, where: str) -> None:
     assert found.spec is None
     assert found.sizes is None
     assert found.reason is not None
-    assert "(the size 10^8) it is off by" in found.reason
+    # what contradicts it first is found at large inputs, by the sets or at the end by the verification
+    assert (
+        "(the size 10^8) it is off by" in found.reason or "within one set the outputs are no" in found.reason
+    )
 
 
 def test_a_clamp_before_stored_statistics() -> None:
@@ -142,7 +145,10 @@ def test_a_clamp_before_stored_statistics() -> None:
     assert found.fixed is None
     assert found.reason is not None
     assert found.reason.startswith(
-        "scaled inputs give a * x + b of each element alone, but a fresh input is off"
+        (
+            "scaled inputs give a * x + b of each element alone, but a fresh input is off",
+            "every output follows its own input alone, and no straight line: an activation",
+        )
     )
 
 
