@@ -124,7 +124,8 @@ def _fix(subject: Subject, name: str, earlier: int, agree: bool) -> str:
     source = " in the model that the graph was exported from" if site.kind == "node" else ""
     recompute = f"or recompute the running statistics on this data{source}"
     if site.spec is not None and site.spec.running is not None and site.spec.running.average == "cumulative":
-        recompute += " (momentum is None: they average every batch since training began, also those that earlier weights gave)"
+        since = "they average every batch since training began, also those that earlier weights gave"
+        recompute += f" (momentum is None: {since})"
     if not earlier:
         return f"feed what the network was trained on (scaling, mean, standard deviation), {recompute}"
     if not agree:
