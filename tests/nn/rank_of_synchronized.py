@@ -1,4 +1,4 @@
-"""One rank of synchronized batch norms: RANK FOLDER, of four. Writes what the rank found."""
+"""One rank of synchronized batch norms, started by torchrun: FOLDER, of four. Writes what the rank found."""
 
 from __future__ import annotations
 
@@ -130,9 +130,10 @@ def accumulated(rank: int) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in model[0].named_buffers()}
 
 
-def main(rank: int, folder: Path) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     hasty = dist.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
     own = pairs[rank // 2]
@@ -186,4 +187,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -51,19 +51,12 @@ CASES = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(folder)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=240)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * WORLD, "\n".join(said)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}")
+    run = subprocess.run(
+        [*torchrun, str(PROGRAM), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
     return [
         torch.load(folder / f"{rank}.pt", weights_only=True)
         | torch.load(folder / f"late{rank}.pt", weights_only=True)
