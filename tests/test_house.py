@@ -35,6 +35,7 @@ FLOORS = {
     "porting": 8,
     "bench": 8,
     "targets": 9,
+    "studies": 9,
     "cli": 10,
 }
 

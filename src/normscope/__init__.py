@@ -39,6 +39,7 @@ _HOME = {
     "compare_norms": "normscope.targets.norms.comparison",
     "NormsComparison": "normscope.targets.norms.comparison",
     "transforms": "",
+    "studies": "",
     "state_sensitivity": "normscope.transforms.sensitivity",
     "port": "normscope.porting.port",
     "tune_allocator": "normscope.allocator",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from normscope import nn as nn
     from normscope import reference as reference
     from normscope import spec as spec
+    from normscope import studies as studies
     from normscope import transforms as transforms
     from normscope import verify as verify
     from normscope.allocator import tune_allocator as tune_allocator

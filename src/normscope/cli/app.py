@@ -16,6 +16,7 @@ from normscope.cli import (
     recalibrate,
     rule,
     spec,
+    study,
     verify,
 )
 from normscope.cli.frame import guarded
@@ -45,5 +46,18 @@ def _root(
     pass
 
 
-for module in (check, spec, identify, compare, rule, verify, bench, fold, freeze, recalibrate, convert):
+for module in (
+    check,
+    spec,
+    identify,
+    compare,
+    rule,
+    verify,
+    bench,
+    fold,
+    freeze,
+    recalibrate,
+    convert,
+    study,
+):
     app.command(name=module.__name__.rpartition(".")[2])(guarded(module.command))
