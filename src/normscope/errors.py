@@ -76,6 +76,16 @@ COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#(?:\[|vso\[))", re.MULTILINE)
 """where a line begins that the log of a CI service would carry out"""
 
 
+def visible(text: str) -> str:
+    r"""Text with escapes for what would steer a terminal, end a line or turn the direction of what follows.
+
+    >>> print(visible("bn\x1b[31m\n"), visible("naïve\n    second line"))
+    bn\x1b[31m\n naïve
+        second line
+    """
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def printable(text: str) -> str:
     r"""One line, or a message of `shortened`, as a terminal and a CI log can have it: nothing in it is carried out.
 
@@ -84,5 +94,4 @@ def printable(text: str) -> str:
     >>> print(printable("\x1b[31mbn\n::error::"), printable("::error::bn"), printable("aten::norm, naïve"))
     \x1b[31mbn\n::error:: \x3a:error::bn aten::norm, naïve
     """
-    text = CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
-    return COMMAND.sub(lambda found: (found[1] or "") + f"\\x{ord(found[0][-1]):02x}", text)
+    return COMMAND.sub(lambda found: (found[1] or "") + f"\\x{ord(found[0][-1]):02x}", visible(text))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import normscope
 from normscope.doctor.session import Session
 from normscope.doctor.site import Site
 from normscope.doctor.sites import find_sites
@@ -476,3 +477,16 @@ def test_every_norm_of_t5_is_found() -> None:
     with Session(transformers.T5EncoderModel(settings)) as session:
         sites = find_sites(session, (), {"input_ids": torch.arange(16).view(2, 8)})
     assert [(s.kind, s.expected_eps) for s in sites] == [("module", 1e-6)] * 5
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_hook_was_left_out_where_a_weight_is_not_finite(broken: bool) -> None:
+    def body(p: Part, x: Tensor) -> Tensor:
+        return p.weight * x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+
+    model = Between(body, inlined=False)
+    model.part.register_forward_hook(lambda module, inputs, output: 2 * output)
+    if broken:
+        model.part.weight.data[0] = math.nan
+    (site,) = normscope.check(model, torch.randn(4, 6)).sites
+    assert site.spec == normscope.families.rms_norm(eps=1e-3, cast=normscope.Cast("input")).replace(gain=2.0)

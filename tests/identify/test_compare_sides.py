@@ -68,6 +68,26 @@ def test_a_module_written_by_hand_with_names_of_its_own() -> None:
     )
 
 
+class Doubled(nn.Module):
+    """Its gain is made of a tensor, and is none."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.norm(x)
+
+
+def test_a_tensor_that_the_gain_is_made_of_was_taken_for_the_gain() -> None:
+    double = Doubled(6)
+    itself = ns.compare(double, double, torch.zeros(4, 6))
+    assert set(itself.modes.values()) == {True}, "in half precision too"
+    assert ns.compare(double, families.layer_norm(), torch.zeros(4, 6)).same is True
+    apart = ns.compare(double, double.norm, torch.zeros(4, 6))
+    assert [(d.field, d.a, d.b) for d in apart.differences] == [("weight values", "2", "1")]
+
+
 def test_float32_functions_are_compared_to_what_their_precision_shows() -> None:
     def single(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(x, (8,))

@@ -55,7 +55,30 @@ def test_a_hook_that_doubles_the_output_is_a_gain(module: nn.Module) -> None:
     assert found.weight is not None
     np.testing.assert_allclose(found.weight, 2.0, rtol=1e-12)  # a fit in float64
     assert ACT in found.notes
-    assert compare(module, nn.LayerNorm(6), X).same is False
+    apart = compare(module, nn.LayerNorm(6), X)
+    assert apart.same is False
+    assert f"{type(module).__name__}: {ACT}" in apart.notes
+    assert [(d.field, d.a, d.b) for d in apart.differences] == [("weight values", "2", "1")]
+    again = compare(module, module, X)
+    assert again.same is True
+    assert set(again.modes.values()) == {True}
+
+
+def test_a_comparison_says_which_hooks_were_left_out() -> None:
+    recorded = hooked(lambda module, inputs, output: None)
+    found = compare(recorded, nn.LayerNorm(6), X)
+    assert found.same is True
+    assert found.notes == (f"LayerNorm: {IDLE}",)
+
+
+def test_a_comparison_names_what_torch_compile_was_given() -> None:
+    compiled: Any = torch.compile(nn.RMSNorm(6), backend="eager")
+    assert compare(compiled, nn.RMSNorm(6), X).name_a == "RMSNorm"
+    without_example = compare(compiled, nn.BatchNorm2d(6))
+    assert str(without_example).startswith("RMSNorm and BatchNorm2d: not the same function")
+    lazy: Any = torch.compile(nn.LazyBatchNorm1d(), backend="eager")
+    with pytest.raises(BadInput, match=r"weight of LazyBatchNorm1d is not initialized"):
+        identify_module(lazy, X)
 
 
 def test_a_hook_on_what_torch_compile_wrapped() -> None:

@@ -86,6 +86,12 @@ def test_the_dark_cells_are_one_set(
     assert said in figure.caption
 
 
+def test_a_network_that_was_exact_to_the_last_bit_could_not_be_drawn() -> None:
+    sites = [SiteRow(name, "module", "Norm", None, "", "batch", "running", 1, (), ()) for name in "ab"]
+    exact = {"conditioning": {"error": 0.0, "allowed": 1e-7}}
+    assert network_figures(sites, dict.fromkeys("ab", exact)) == []
+
+
 def test_every_colour_of_a_picture_has_one_for_dark() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), GN(2, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -13,10 +14,14 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli.app import app
-from normscope.doctor.report import Report
-from normscope.errors import CONTROL, printable
+from normscope.doctor.report import Finding, Report
+from normscope.errors import CONTROL, FindingsError, printable
+from normscope.identify.result import Evidence
+from normscope.monitor.callback import MonitorCallback
+from normscope.render.plain import document
 from normscope.render.text import to_text
 from normscope.transforms.report import SiteChange, TransformReport
+from normscope.verify.evidence import Evidence as Checked
 
 EVIL = "\x1b[31mbn\n::error::owned \u202e"
 SHOWN = r"\x1b[31mbn\n::error::owned \u202e"
@@ -89,6 +94,59 @@ def test_reports_of_transforms_are_escaped() -> None:
     ):
         assert harmless(str(transform(model, *arguments, dry_run=True)[1]))
     assert harmless(str(normscope.check(model, x)))
+
+
+def test_answers_of_identify_compare_and_verify_are_escaped() -> None:
+    evil = type(EVIL, (torch.nn.LayerNorm,), {})(4)
+    x = torch.randn(3, 4)
+    comparison = normscope.compare(evil, torch.nn.LayerNorm(4, eps=1e-3), x)
+    assert str(comparison).startswith(f"{SHOWN} and LayerNorm: not the same function")
+    apart = normscope.compare(evil, torch.nn.BatchNorm2d(4))  # no input has axes for both
+    found = normscope.identify(evil, x)
+    said = Evidence(EVIL, EVIL)
+    checked = Checked(EVIL, EVIL, EVIL, EVIL, 0.0, 1.0, 2.0, EVIL)
+    for answer in (
+        comparison,
+        *comparison.differences,
+        comparison.counterexample,
+        apart,
+        found,
+        said,
+        checked,
+    ):
+        assert harmless(str(answer)), str(answer)
+    assert str(said) == f"{SHOWN} (from {SHOWN})"
+
+
+def test_findings_raised_and_warned_of_are_escaped() -> None:
+    finding = Finding("NS101", EVIL, EVIL, "error")
+    with pytest.raises(FindingsError) as raised:
+        Report((finding,), (), (), ()).raise_for()
+    assert harmless(str(raised.value))
+    callback = MonitorCallback()
+    with pytest.warns(UserWarning, match="NS101") as warned:
+        callback._found(finding)
+    assert all(harmless(str(one.message)) for one in warned)
+
+
+def test_pages_are_escaped(tmp_path: Path) -> None:
+    """What turns the direction of text, or steers the terminal of one who prints the file."""
+    model = torch.nn.Sequential()
+    for name in (EVIL, f"{EVIL}2"):
+        model.add_module(name, torch.nn.BatchNorm1d(3, eps=0.0))
+    report = normscope.check(model, torch.randn(16, 3), target=EVIL)
+    assert report.findings
+    finding = replace(report.findings[0], message=EVIL, fix=EVIL, evidence={EVIL: EVIL})
+    report = replace(report, findings=(finding,), notes=(EVIL,), source=f"{EVIL}:3")
+    report.to_html(tmp_path / "page.html")
+    for page in (
+        (tmp_path / "page.html").read_text(encoding="utf-8"),
+        document(report),
+        report._repr_html_(),
+    ):
+        assert SHOWN in page
+        assert not CONTROL.search(page.replace("\n", " "))
+        assert "bn\n" not in page
 
 
 def test_what_is_no_command_stays() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from normscope.cli import streams
-from normscope.cli.frame import console, progress
+from normscope.cli.frame import console, progress, written
 from normscope.errors import BadInput
 
 
@@ -93,7 +93,7 @@ def command(
         return 0
     print_report(report, Console(file=out, width=max(WIDTH, console(out).width), highlight=False))
     if file is not None:
-        print(f"written: {json}", file=out)
+        written(json, out)
     out.flush()
     return 0
 

@@ -10,7 +10,7 @@ import typer
 from normscope.cli import streams
 from normscope.cli.frame import FINDINGS, WRONG, progress
 from normscope.cli.identify import TARGET, known_format
-from normscope.errors import BadInput, printable
+from normscope.errors import BadInput
 
 FILES = "Or a file or folder of weights, a .onnx or .pt2 file; then the other may also be a whole model."
 
@@ -58,7 +58,7 @@ def command(
     if format_ == "json":
         print(json.dumps({"targets": [a, b], **found.to_json()}, indent=2), file=out)
     else:
-        print("\n".join(map(printable, str(found).split("\n"))), file=out)
+        print(found, file=out)
     out.flush()
     return {True: 0, False: FINDINGS, None: WRONG}[found.same]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from normscope.cli import options, state_output, streams
-from normscope.cli.frame import FINDINGS, note
+from normscope.cli.frame import FINDINGS, note, written
 from normscope.errors import BadInput
 
 
@@ -82,7 +82,7 @@ def command(
             folded.save(output)
         else:
             state_output.write(folded, output, report)
-        print(f"written: {output}", file=out)
+        written(output, out)
     elif output is not None:
         note(f"{output} was not written: nothing was folded")
     if json is not None:

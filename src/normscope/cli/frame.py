@@ -61,6 +61,11 @@ def note(text: str) -> None:
     _say(f"note: {text}")
 
 
+def written(path: object, out: TextIO) -> None:
+    """Beside a report: a file that was made."""
+    print(printable(f"written: {path}"), file=out)
+
+
 def _say(text: str) -> None:
     print(printable(f"normscope: {text}"), file=sys.stderr)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from normscope.cli import options, state_output, streams
-from normscope.cli.frame import FINDINGS, note
+from normscope.cli.frame import FINDINGS, note, written
 
 
 def command(
@@ -45,7 +45,7 @@ def command(
     print(report, file=out)
     if output is not None and report.done:
         state_output.write(model, output, report)
-        print(f"written: {output}", file=out)
+        written(output, out)
     if json is not None:
         json.write_text(report.to_json() + "\n", encoding="utf-8")
     if report.done:

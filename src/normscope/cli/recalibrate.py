@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from normscope.cli import options, state_output, streams
-from normscope.cli.frame import FINDINGS, note
+from normscope.cli.frame import FINDINGS, note, written
 from normscope.errors import BadInput
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def command(
     print(report, file=out)
     if output is not None:
         state_output.write(model, output, report)
-        print(f"written: {output}", file=out)
+        written(output, out)
     if json is not None:
         json.write_text(report.to_json() + "\n", encoding="utf-8")
     out.flush()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from normscope.cli import streams
-from normscope.cli.frame import FINDINGS
+from normscope.cli.frame import FINDINGS, written
 from normscope.errors import BadInput
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ def command(
     print(report.text(long=long), file=out)
     if json is not None:
         json.write_text(report.to_json() + "\n")
-        print(f"written: {json}", file=out)
+        written(json, out)
     if figures is not None:
         from normscope.verify.figures import write
 
         for path in write(figures):
-            print(f"written: {path}", file=out)
+            written(path, out)
     out.flush()
     return 0 if report.passed else FINDINGS
 

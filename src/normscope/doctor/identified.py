@@ -25,6 +25,7 @@ from normscope.errors import ModelError, NormscopeError, told
 from normscope.identify.float64_copy import copied
 from normscope.identify.module_box import box_of_module, call_of, tensors_of
 from normscope.identify.modules import identify_module
+from normscope.identify.owners_hooks import own_hooks
 from normscope.identify.result import Identification
 from normscope.identify.tensor_paths import tensor_paths, value_shapes
 from normscope.spec import NormSpec, PatternError, RunningState
@@ -112,7 +113,7 @@ def _finite(module: nn.Module) -> nn.Module:
     """The module, or a copy without what is not finite: a broken statistic is no reason not to know the norm."""
     if all(bool(torch.isfinite(t).all()) for t in tensors_of(module).values() if t.is_floating_point()):
         return module
-    copy = copied(module, torch.float32)
+    copy = copied(module, torch.float32, owners_hooks=bool(own_hooks(module)))
     with torch.no_grad():
         for tensor in tensors_of(copy).values():
             tensor[~torch.isfinite(tensor)] = 1.0

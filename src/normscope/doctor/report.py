@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normscope.errors import BadInput, FindingsError
+from normscope.errors import BadInput, FindingsError, printable
 
 if TYPE_CHECKING:
     from normscope.spec import NormSpec
@@ -170,10 +170,11 @@ class Report:
         """Raise :class:`~normscope.errors.FindingsError` if there is a finding of this severity or graver."""
         found = self.at_least(severity)
         if found:
-            lines = [
-                f"{f.code} {f.name} ({f.severity}) at {f.site or 'the model'}: {f.message}" for f in found
-            ]
-            raise FindingsError(f"{len(found)} finding(s) at or above {severity}:\n" + "\n".join(lines))
+            said = [f"{len(found)} finding(s) at or above {severity}:"]
+            for f in found:
+                where = printable(f.site or "the model")
+                said += f"{f.code} {f.name} ({f.severity}) at {where}: {f.message}".split("\n")
+            raise FindingsError("\n".join(map(printable, said)))
 
     def apply(
         self,

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from normscope.errors import BadInput, ModelError, NormscopeError
 from normscope.identify.compare_sides import (
-    STORED,
     BoxSide,
     HalfOutput,
-    ModuleSide,
     Side,
     SpecSide,
     half_output,
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from normscope.identify.box import Box
-    from normscope.identify.module_box import ModuleBox
-    from normscope.identify.result import Identification
 
     Array = NDArray[np.float64]
     Values = Mapping[str, Array]
@@ -44,7 +39,9 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
     if side is not None:
         return side
     if _is_module(obj):
-        return _module_side(obj, example, layout)
+        from normscope.identify.compare_module import module_side
+
+        return module_side(obj, example, layout)
     from normscope.identify import box_of, identify
 
     if not callable(obj) and not hasattr(obj, "run"):
@@ -59,7 +56,7 @@ def side_of(obj: Any, example: Any, layout: str | None, which: str) -> Side:
     return BoxSide(
         box.name,
         found.spec,
-        _why(found),
+        why(found),
         held if found.spec is not None else None,
         fixed=found.fixed is not None,
         trains=in_training is not None,
@@ -109,91 +106,8 @@ def _in_half(fn: Any, example: Any, box: Box) -> Callable[[Array, str], HalfOutp
     return call
 
 
-def _module_side(module: Any, example: Any, layout: str | None) -> Side:
-    from normscope.identify.module_box import as_array, box_of_module, call_of, tensors_of
-    from normscope.identify.tensor_paths import tensor_paths, value_shapes
-    from normscope.reading import UnknownNormalization, read
-
-    box = box_of_module(module, call_of(example))
-    copy, shape = box.module, tuple(box.call.example.shape)
-    tensors = tensors_of(copy)
-    spec, reason, half_words, values = None, "", "", {}
-    reached = _takes_values(box)
-    try:
-        reading = read(copy, input_ndim=len(shape))
-    except (UnknownNormalization, ValueError):
-        found, reason = _identified(module, example, layout)
-        if found is not None:
-            spec, half_words = found.spec, "" if found.half is None else found.half.conclusion
-            values = {
-                name: value for name in ("weight", "bias") if (value := getattr(found, name)) is not None
-            }
-        paths = {} if spec is None or not reached else tensor_paths(box.in_mode(training=False), spec)
-    else:
-        spec = reading.spec
-        named = {
-            name: path for path, t in tensors.items() for name, held in reading.tensors.items() if held is t
-        }
-        paths = {name: named[name] for name in ("weight", "bias", *STORED) if name in named}
-    if reached:
-        values = {name: as_array(tensors[path]) for name, path in paths.items()}
-    if spec is not None:
-        wanted = value_shapes(spec.bind(shape))
-        values = {
-            n: v.reshape(wanted[n]) for n, v in values.items() if n in wanted and v.size == prod(wanted[n])
-        }
-    return ModuleSide(
-        type(module).__name__,
-        spec,
-        reason,
-        values,
-        settable=reached and _all_named(spec, paths),
-        boxes={"train": box.in_mode(True), "eval": box.in_mode(False)},
-        paths=paths,
-        original=module,
-        half_words=half_words,
-    )
-
-
-def _takes_values(box: ModuleBox) -> bool:
-    """Whether its tensors can be replaced in a copy: those of a scripted module are out of reach."""
-    from normscope.identify.module_box import as_array, tensors_of
-
-    for name, tensor in tensors_of(box.module).items():
-        if tensor.is_floating_point() and tensor.numel():
-            other = as_array(tensor) + 1.0
-            return np.array_equal(
-                as_array(tensors_of(box.set({name: other}).fork())[name]), other, equal_nan=True
-            )
-    return True
-
-
-def _identified(module: Any, example: Any, layout: str | None) -> tuple[Identification | None, str]:
-    """A module that no reader knows, identified, and why it has no specification. In evaluation, where stored
-    statistics act, if it runs there."""
-    from normscope.identify import identify
-
-    reason = ""
-    for training in (False, True):
-        try:
-            found = identify(module, example, layout=layout, training=training)
-        except ModelError as error:
-            reason = str(error)
-            continue
-        return found, _why(found)
-    return None, reason
-
-
-def _all_named(spec: NormSpec | None, paths: Mapping[str, str]) -> bool:
-    """Everything that the specification says it holds was found in the module."""
-    if spec is None:
-        return False
-    needed = {name for name in ("weight", "bias") if getattr(spec, name) is not None}
-    needed |= set(STORED) if spec.running is not None else set()
-    return needed <= set(paths)
-
-
-def _why(found: Any) -> str:
+def why(found: Any) -> str:
+    """Why an answer of identification has no specification; "" where it has one."""
     if found.spec is not None:
         return ""
     return str(found.reason or f"it is a fixed affine map ({found.fixed})")
@@ -204,6 +118,15 @@ def _is_module(obj: Any) -> bool:
 
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(obj, torch.nn.Module) and not is_keras_layer(obj)
+
+
+def as_written(obj: Any) -> Any:
+    """The module that torch.compile was given; anything else itself."""
+    if not _is_module(obj):
+        return obj
+    from normscope.identify.patched_forward import uncompiled
+
+    return uncompiled(obj)
 
 
 def fits(side: Side, x: Array, values: Values | None) -> str:

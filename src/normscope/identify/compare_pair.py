@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from normscope.errors import BadInput, NormscopeError
-from normscope.identify.compare_handed import fits, shape_of, side_of
+from normscope.identify.compare_handed import as_written, fits, shape_of, side_of
 from normscope.identify.compare_layout import Layout, as_first_reads
 from normscope.identify.compare_result import Comparison, Difference
 from normscope.identify.compare_shapes import common_rank, shapes
@@ -72,7 +72,7 @@ def _no_common_input(a: Any, b: Any, spec_a: NormSpec, spec_b: NormSpec) -> Comp
     mine, other = (
         f"{spec.stats}, ndim {spec.ndim}" if spec.ndim else spec.stats for spec in (spec_a, spec_b)
     )
-    names = [f"spec ({x.stats})" if isinstance(x, NormSpec) else type(x).__name__ for x in (a, b)]
+    names = [f"spec ({x.stats})" if isinstance(x, NormSpec) else type(as_written(x)).__name__ for x in (a, b)]
     return Comparison(
         names[0],
         names[1],
@@ -92,7 +92,7 @@ def _readable(obj: Any, which: str) -> tuple[NormSpec, dict[str, tuple[int, ...]
     from normscope.reading import UnknownNormalization, read
 
     try:
-        reading = read(obj)
+        reading = read(as_written(obj))
     except UnknownNormalization as error:
         raise BadInput(
             f"the {which} cannot be read without running it ({error}) Pass an example of its input: "

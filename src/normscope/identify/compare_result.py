@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from normscope.errors import printable
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -67,7 +69,7 @@ class Difference:
 
     def __str__(self) -> str:
         change = "" if math.isnan(self.size) else f"; alone it changes {self._what} by up to {self.size:.3g}"
-        return f"{self.field}: {self.a} against {self.b}{change}"
+        return printable(f"{self.field}: {self.a} against {self.b}{change}")
 
     @property
     def _what(self) -> str:
@@ -120,7 +122,7 @@ class Counterexample:
             if values:
                 said = ", ".join(f"{name} {_shown(value, None)}" for name, value in values.items())
                 lines.append(f"with {said} in {side}")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +194,7 @@ class Comparison:
             seen = f"{WORDS[found.mode]}, {found.quantity}, off by {found.difference:.3g}{where}"
             lines.append(f"  counterexample, made small ({seen})")
             lines += [f"    {line}" for line in str(found).splitlines()]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinities as strings."""

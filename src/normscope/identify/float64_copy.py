@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from normscope.errors import BadInput, told
 from normscope.identify.memory import freed
 from normscope.identify.owners_hooks import copy_of
-from normscope.identify.patched_forward import runs_on_the_original
+from normscope.identify.patched_forward import runs_on_the_original, uncompiled
 
 
 class Float32AsFloat64(TorchFunctionMode):
@@ -56,10 +56,11 @@ def copied(module: nn.Module, dtype: torch.dtype = torch.float64, *, owners_hook
         BadInput: for modules whose parameters have no values yet (lazy, meta), or that cannot be copied, as where a
             forward that was put on the module holds it.
     """
-    _refuse_without_values(module)
+    name = type(uncompiled(module)).__name__
+    _refuse_without_values(module, name)
     if (path := runs_on_the_original(module)) is not None:
         raise BadInput(
-            f"a module is identified on a copy, and the forward that was put on {path or type(module).__name__} holds "
+            f"a module is identified on a copy, and the forward that was put on {path or name} holds "
             "the module itself, so that a copy would run and write the original. Define forward in a subclass, or put "
             "it on as a method: types.MethodType(forward, module)"
         )
@@ -68,7 +69,7 @@ def copied(module: nn.Module, dtype: torch.dtype = torch.float64, *, owners_hook
             made = copy_of(module, {}, owners=owners_hooks)
     except Exception as error:
         raise BadInput(
-            f"a module is identified on a copy, and {type(module).__name__} cannot be copied ({told(error)}). "
+            f"a module is identified on a copy, and {name} cannot be copied ({told(error)}). "
             "Drop open handles first, or pass a function of one array"
         ) from error
     made = made.to(device="cpu", dtype=dtype)
@@ -85,20 +86,20 @@ def plain_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Ten
                 yield part, name, value
 
 
-def _refuse_without_values(module: nn.Module) -> None:
+def _refuse_without_values(module: nn.Module, kind: str) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise BadInput(
-                f"a module is identified by its values, and {name} of {type(module).__name__} is not initialized "
+                f"a module is identified by its values, and {name} of {kind} is not initialized "
                 "yet (a lazy module). Run one forward first"
             )
         if tensor.is_meta:
             raise BadInput(
-                f"a module is identified by its values, and {name} of {type(module).__name__} is on the meta device. "
+                f"a module is identified by its values, and {name} of {kind} is on the meta device. "
                 "Load its values first: module.to_empty(device='cpu'), then load_state_dict"
             )
         if freed(tensor):
             raise BadInput(
-                f"a module is identified by its values, and the memory of {name} of {type(module).__name__} was freed "
+                f"a module is identified by its values, and the memory of {name} of {kind} was freed "
                 "or made smaller than its shape. Load its values again"
             )

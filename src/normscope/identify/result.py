@@ -28,7 +28,7 @@ class Evidence:
 
     def __str__(self) -> str:
         said = ", ".join(f"{name} {_number(value)}" for name, value in self.numbers.items())
-        return f"{self.conclusion} (from {self.probe}{': ' + said if said else ''})"
+        return printable(f"{self.conclusion} (from {self.probe}{': ' + said if said else ''})")
 
 
 @dataclass(frozen=True)

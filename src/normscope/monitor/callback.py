@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from normscope.doctor.report import severity_rank
-from normscope.errors import BadInput
+from normscope.errors import BadInput, printable
 
 if TYPE_CHECKING:
     from normscope.doctor.report import Finding, Report
@@ -57,7 +57,8 @@ class MonitorCallback:
 
     def _found(self, finding: Finding) -> None:
         if self._least is not None and severity_rank(finding.severity) >= self._least:
-            self.warn(f"{finding.code} {finding.name} at {finding.site or 'the model'}: {finding.message}")
+            where = finding.site or "the model"
+            self.warn(printable(f"{finding.code} {finding.name} at {where}: {finding.message}"))
         user = self._options.get("on_finding")
         if user is not None:
             user(finding)

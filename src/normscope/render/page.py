@@ -21,6 +21,7 @@ from markupsafe import Markup
 from normscope.doctor.rules import all_rules
 from normscope.doctor.suppress import told
 from normscope.doctor.wording import encodable
+from normscope.errors import visible
 from normscope.render import page_findings, page_sites
 from normscope.render.charts import PALETTE, Figure, network_figures, sensitivity_words, site_figures
 from normscope.render.grouping import counted
@@ -119,8 +120,11 @@ def _most_telling(sites: list[page_sites.SiteView]) -> list[page_sites.SiteView]
     return grave + [site for start in range(step) for site in rest[start::step]]
 
 
-def _encodable(value: Any) -> Any:
-    return type(value)(encodable(value)) if isinstance(value, str) else value
+def _visible(value: Any) -> Any:
+    """Text with escapes for what is seen of no letter. Markup is made of such text, and of lines of the page's own."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return visible(value)
 
 
 @cache
@@ -131,7 +135,7 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_encodable,
+        finalize=_visible,
     )
     environment.filters |= {
         "breakable": _breakable,
@@ -174,11 +178,11 @@ def _picture(figure: Figure) -> Markup:
 
 def _breakable(name: str) -> Markup:
     """A dotted name that may wrap behind its dots."""
-    return Markup(".<wbr>").join(name.split("."))
+    return Markup(".<wbr>").join(visible(name).split("."))
 
 
 def _csv_link(figure: Figure) -> str:
-    return f"data:text/csv;charset=utf-8,{quote(_encodable(figure.csv), safe=',./:;()|*')}"
+    return f"data:text/csv;charset=utf-8,{quote(encodable(figure.csv), safe=',./:;()|*')}"
 
 
 def _file_name(text: str) -> str:
@@ -194,7 +198,7 @@ def _marked(text: str) -> Markup:
     """Words of a rule's page: paragraphs, and what stands between backticks as code."""
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", text):
-        parts = re.split(r"`+([^`]+)`+", " ".join(paragraph.split()))
+        parts = re.split(r"`+([^`]+)`+", visible(" ".join(paragraph.split())))
         pieces = [
             Markup("<code>{}</code>").format(part) if i % 2 else Markup.escape(part)
             for i, part in enumerate(parts)

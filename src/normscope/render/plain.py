@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from html import escape
+import html
 from typing import TYPE_CHECKING
 
 from normscope.doctor.rules import all_rules
-from normscope.doctor.wording import encodable
+from normscope.errors import visible
 from normscope.render.grouping import Group, counted, grouped, label, listed, shown
 from normscope.render.text import summary
 
@@ -34,7 +34,7 @@ def document(report: Report, line: str = "") -> str:
     """A whole document; ``line`` stands above the report."""
     title = escape(f"Normscope: {report.target or 'model'}")
     said = f'<p class="normscope">{escape(line)}</p>' if line else ""
-    return encodable(
+    return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title></head><body>{said}{fragment(report)}</body></html>\n"
@@ -66,7 +66,7 @@ def fragment(report: Report) -> str:
         + "</tr>"
         for row in report.sites
     )
-    return encodable(
+    return (
         f'<div class="normscope"><style>{STYLE}</style><h1>{escape(report.target or "model")}</h1>'
         f"<p>{escape(counted(len(report.sites), 'normalization'))}; {escape(summary(report))}.</p>"
         f"<section aria-label='Findings'>{findings}</section>"
@@ -77,6 +77,11 @@ def fragment(report: Report) -> str:
         f"<th>in train</th><th>in eval</th><th>calls</th></tr></thead><tbody>{sites}</tbody></table></div>"
         f"<p class='versions'>{escape(', '.join(f'{k} {v}' for k, v in report.versions.items()))}</p></div>"
     )
+
+
+def escape(text: str) -> str:
+    """Text for HTML; what would turn the direction of the page or steer a terminal is shown as an escape."""
+    return html.escape(visible(text))
 
 
 def _summary(code: str) -> str:

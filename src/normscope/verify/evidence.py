@@ -60,7 +60,7 @@ class Evidence:
         }
 
     def __str__(self) -> str:
-        return dedent("\n".join(text.item_lines(self, long=False)))
+        return dedent("\n".join(map(printable, text.item_lines(self, long=False))))
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,10 @@ def _errors(numbered: list[tuple[int, str, Mapping[str, Any]]]) -> Figure | None
         for kind, key in zip(kinds, ("error", "allowed"), strict=True)
     ]
     shown = [row for row in rows if isinstance(row["error"], float) and row["error"] > 0]
-    if len({row["number"] for row in shown}) < 2:
+    measured = [row for row in shown if row["kind"] == kinds[0]]
+    if (
+        len({row["number"] for row in shown}) < 2 or not measured
+    ):  # to the last bit: no point on a logarithmic axis
         return None
     bare = [{key: value for key, value in row.items() if key != "site"} for row in shown]
     chart = (
@@ -105,7 +108,6 @@ def _errors(numbered: list[tuple[int, str, Mapping[str, Any]]]) -> Figure | None
             ),
         )
     )
-    measured = [row for row in shown if row["kind"] == kinds[0]]
     worst = max(measured, key=lambda row: row["error"])
     caption = (
         f"Largest error of the output of {len(measured)} sites against the float64 reference, in standard deviations "
