@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normscope.doctor import session as session_module
-from normscope.doctor.copy_on_write import CopyOnWrite, Vault, _written_arguments
+from normscope.doctor.copy_on_write import CopyOnWrite, Vault, written_arguments
 from normscope.doctor.session import Session
 
 torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def test_every_operator_that_takes_running_statistics_is_known_to_write_them():
     for schema in forward:
         packet = getattr(torch.ops.aten, schema.name.split("::")[1])
         overload = getattr(packet, schema.overload_name or "default")
-        names = {name for _, name in _written_arguments(overload)}
+        names = {name for _, name in written_arguments(overload)}
         assert {"running_mean", "running_var"} <= names, schema
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -172,23 +173,23 @@ class TestUnsafeToTransform:
     @pytest.mark.parametrize(
         ("model", "site", "what"),
         [
-            (shared_norm(), "1", "the norm is shared: it runs 2 times in a forward"),
-            (shared_layer(), "1", "the weight of 0 is shared: it is used 2 times in a forward"),
-            (Fork(), "norm", "the output of conv has 2 readers, and the others want it as it is"),
+            (shared_norm(), "1", "the norm is registered under 2 names"),
+            (shared_layer(), "1", "0 (conv2d) is registered under 2 names"),
+            (Fork(), "norm", "the output of conv (conv2d) has 2 readers, and the others want it as it is"),
             (
                 nn.Sequential(nn.utils.parametrizations.weight_norm(conv()), used(nn.BatchNorm2d(8))),
                 "1",
-                "the weight of 0 is computed in the forward (parametrized, standardized or packed)",
+                "the weight of 0 (conv2d) is computed in the forward (parametrized, standardized or packed)",
             ),
             (
                 Function(),
                 "norm",
-                "conv2d in the model is a function call, with no layer of its own to change",
+                "the model (conv2d) is a call of a function, whose bias is out of reach",
             ),
             (
                 nn.Sequential(WithoutBias(3, 8, 3, bias=False), used(nn.BatchNorm2d(8))),
                 "1",
-                "0 is of class WithoutBias, whose forward takes no bias",
+                "the forward of WithoutBias at 0 takes no bias",
             ),
             (
                 nn.Sequential(hooked(), used(nn.BatchNorm2d(8))),
@@ -224,7 +225,7 @@ class TestUnsafeToTransform:
 
         model = Adapting(conv(), used(nn.BatchNorm2d(8))).eval()
         assert obstacles(model, images()) == {
-            "1": "the norm takes batch statistics in eval mode, a fold would put the stored ones in their place"
+            "1": "the norm normalizes by the batch, also in evaluation: its function is not linear"
         }
 
     @pytest.mark.parametrize("padding", [1, "same"])
@@ -236,7 +237,7 @@ class TestUnsafeToTransform:
         assert (finding.site, finding.evidence["where"]) == ("0", "after")
         shift = norm.bias - norm.weight * norm.running_mean / (norm.running_var + norm.eps).sqrt()
         assert finding.evidence["largest_shift"] == pytest.approx(shift.abs().max().item(), rel=1e-12)
-        assert "conv2d of 1 fills in zeros" in finding.message
+        assert "1 (conv2d) fills in zeros at the border" in finding.message
         assert foldable(model, x) == {}
         difference = (_into_the_layer_after(norm, layer)(x) - model(x)).abs().amax((0, 1))
         assert difference[1:-1, 1:-1].max() < 1e-12  # float64: 27 products of order one
@@ -250,6 +251,58 @@ class TestUnsafeToTransform:
         model = nn.Sequential(nn.Conv2d(3, 3, 1), used(nn.BatchNorm2d(3)), conv(padding=1)).eval()
         assert obstacles(model, images()) == {}
         assert foldable(model, images()) == {"1": "0"}
+
+
+class Looked(nn.Module):
+    """Somebody looks at what the convolution, or the norm, returns, in a way that is no operation on a tensor."""
+
+    def __init__(self, look: Callable[[nn.Module, torch.Tensor], object], at: str) -> None:
+        super().__init__()
+        self.look, self.at = look, at
+        self.conv, self.norm, self.out = conv(), used(nn.BatchNorm2d(8)), nn.Conv2d(8, 2, 1)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x) if self.at == "conv" else torch.relu(self.conv(x))
+        if self.at == "conv":
+            self.look(self, y)
+            return self.out(torch.relu(self.norm(y)))
+        z = self.norm(y)
+        self.look(self, z)
+        return self.out(z)
+
+
+LOOKS = {
+    "view": (lambda m, y: y[:, :2].clamp_(-50, 50), "clamp_ writes into {} in place"),
+    "numpy": (lambda m, y: y.detach().numpy().max(), "numpy takes {} out of sight"),
+    "kept": (lambda m, y: setattr(m, "kept", y), "the model keeps {} as kept after the forward"),
+}
+
+
+class TestReadersThatNoGraphShows:
+    """What `fold` refuses must not be called foldable; both read one watch."""
+
+    # a write into what the norm reads is in the graph: the norm's neighbour is then no convolution
+    @pytest.mark.parametrize(
+        ("name", "at"),
+        [(name, at) for name in LOOKS for at in ("conv", "norm") if (name, at) != ("view", "conv")],
+    )
+    def test_seen_by_rules_and_by_the_fold(self, name: str, at: str) -> None:
+        look, what = LOOKS[name]
+        model = Looked(look, at)
+        told = what.format("the output of conv (conv2d)" if at == "conv" else "its output")
+        assert foldable(model, images()) == {}
+        assert told in obstacles(model, images())["norm"]
+        _, report = normscope.transforms.fold(model, images())
+        (left,) = report.left
+        assert told in left.reason
+
+    def test_a_hook_elsewhere_reads_it(self) -> None:
+        model = nn.Sequential(nn.Sequential(conv()), used(nn.BatchNorm2d(8)), nn.ReLU()).eval()
+        assert foldable(model, images()) == {"1": "0.0"}
+        model[0].register_forward_hook(lambda *_: None)
+        told = "the forward hooks of 0 see the output of 0.0 (conv2d)"
+        assert (foldable(model, images()), obstacles(model, images())) == ({}, {"1": told})
 
 
 def traced(model: nn.Module) -> nn.Module:

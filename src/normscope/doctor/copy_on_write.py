@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from normscope.identify.memory import strided_parts
 
-_WRITTEN_UNANNOTATED = frozenset({"running_mean", "running_var", "dropout_state", "sobolstate"})
+WRITTEN_UNANNOTATED = frozenset({"running_mean", "running_var", "dropout_state", "sobolstate"})
 """arguments that kernels write although their schema does not say so (native, cudnn and miopen batch norm)"""
 
 _RESIZING = ("resize_", "resize_as_", "set_")
@@ -123,7 +123,7 @@ class CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for position, name in _written_arguments(func):
+        for position, name in written_arguments(func):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor):
@@ -152,7 +152,7 @@ class EscapeWatch(TorchFunctionMode):
 
 
 @cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator: the operators inside it are seen by themselves
         return ()
@@ -163,7 +163,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
         (position, argument.name)
         for position, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in _WRITTEN_UNANNOTATED
+        or argument.name in WRITTEN_UNANNOTATED
     )
 
 

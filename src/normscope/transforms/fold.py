@@ -16,9 +16,9 @@ from normscope.errors import BadInput, ModelError, told
 from normscope.transforms import optimizers
 from normscope.transforms.folding.carry_out import fold_into
 from normscope.transforms.folding.checking import Call, Checked, check, copied
-from normscope.transforms.folding.holdings import separate
 from normscope.transforms.folding.plan import Stays, Step, plan
 from normscope.transforms.folding.report import Folded, FoldReport, folded
+from normscope.transforms.folding.separate import separate
 from normscope.transforms.onnx_folding.fold import fold_graph
 from normscope.transforms.report import SiteChange
 

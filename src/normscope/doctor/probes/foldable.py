@@ -3,29 +3,27 @@
 By stored statistics a norm is y = a x + b per channel, with a = gain / sqrt(running variance + eps) and
 b = bias - a running mean. It folds into the map before it (W' = a W, and a, b on its bias) or into the map after it
 (where that fills in no zeros: at a padded border b would be missing). Candidates are modules with running statistics
-whose one neighbour, with nothing but views between, is a convolution or a linear layer on the same axis.
+whose one neighbour, with nothing but views between, is a convolution or a linear layer on the same axis. What stands
+in the way is told by ``doctor/folding``, which ``normscope.transforms.fold`` asks too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
 
+from normscope.doctor.folding.obstacles import Obstacle, Surroundings
+from normscope.doctor.folding.stored import affine, feature_axis, of_the_norm, stored, surroundings
 from normscope.doctor.probes import Probe
-from normscope.doctor.sets import denominators, working_eps
 from normscope.doctor.wording import number
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from normscope.doctor.site import Call, Neighbour, Site
+    from normscope.doctor.site import Neighbour, Site
     from normscope.doctor.subject import Subject
-
-LINEAR = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
 
 
 @dataclass(frozen=True)
@@ -51,64 +49,60 @@ class Foldable(Probe):
     name: ClassVar[str] = "foldable"
 
     def finish(self, subject: Subject) -> list[Candidate]:
-        found = (
-            _candidate(site) for site in subject.known() if site.kind in ("module", "node") and site.calls
-        )
+        self.subject = subject
+        found = (self._candidate(site) for site in subject.known() if site.kind in ("module", "node"))
         return [candidate for candidate in found if candidate is not None]
 
+    @cached_property
+    def _around(self) -> Surroundings:
+        """Seen in a forward of its own, which is made where there is a candidate."""
+        subject = self.subject
+        return surroundings(subject.session, subject.sites, subject.args or (), subject.kwargs)
 
-def _candidate(site: Site) -> Candidate | None:
-    if not {"running_mean", "running_var"} <= set(site.tensors):
-        return None
-    call = site.calls[0]
-    assert site.spec is not None
-    scale, shift = affine(site)
-    moved = float(np.abs(shift).max(initial=0.0))
-    folds = {fold.into for fold in site.spec.properties().folds if fold.part == "norm"}
-    axis = _channels(site, call)
-    before = _beside(call.fed_by, axis) if "before" in folds else None
-    after = _beside(call.feeds, axis) if "after" in folds else None
-    if before is None and after is None:
-        return None
-    own = tuple(_of_the_norm(site))
-    into_before = () if before is None else tuple(_of_the_layer(before, "before", moved))
-    into_after = () if after is None else tuple(_of_the_layer(after, "after", moved))
-    # into the layer after it only where the one before cannot take it
-    where = "before" if before is not None and (not into_before or after is None or into_after) else "after"
-    layer, theirs = (before, into_before) if where == "before" else (after, into_after)
-    assert layer is not None
-    return Candidate(
-        site=site.name,
-        into=layer.path,
-        op=layer.op,
-        where=where,
-        channels=scale.size,
-        obstacles=own + theirs,
-        shift=moved,
-    )
+    def _candidate(self, site: Site) -> Candidate | None:
+        if not site.calls or not {"running_mean", "running_var"} <= set(site.tensors):
+            return None
+        call = site.calls[0]
+        assert site.spec is not None
+        scale, shift = affine(site)
+        folds = {fold.into for fold in site.spec.properties().folds if fold.part == "norm"}
+        axis = feature_axis(call, site, (call.spec or site.spec).running_axes)
+        before = _beside(call.fed_by, axis) if "before" in folds else None
+        after = _beside(call.feeds, axis) if "after" in folds else None
+        if before is None and after is None:
+            return None
+        moved = float(np.abs(shift).max(initial=0.0))
+        if site.kind == "node":
+            own = tuple(_of_the_node(site))
+            into_before = () if before is None else tuple(_of_the_layer(before, "before", moved))
+            into_after = () if after is None else tuple(_of_the_layer(after, "after", moved))
+        else:
+            around = self._around
+            own = _told(of_the_norm(site, around)) or _told(stored(site, now=False))
+            into_before = () if before is None else _told(around.behind(site, axis, bias=True))
+            into_after = () if after is None else _told(around.ahead(site, axis, shift=moved, identity=True))
+        # into the layer after it only where the one before cannot take it
+        where = (
+            "before" if before is not None and (not into_before or after is None or into_after) else "after"
+        )
+        layer, theirs = (before, into_before) if where == "before" else (after, into_after)
+        assert layer is not None
+        return Candidate(
+            site=site.name,
+            into=layer.path,
+            op=layer.op,
+            where=where,
+            channels=scale.size,
+            obstacles=own + theirs,
+            shift=moved,
+        )
 
 
-def affine(site: Site) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """a and b of y = a x + b by the stored statistics of a site that has them."""
-    assert site.spec is not None
-    mean, variance = site.array("running_mean"), site.array("running_var")
-    weight, bias = site.array("weight"), site.array("bias")
-    assert mean is not None
-    assert variance is not None
-    eps = working_eps(site.spec, site.tensors["running_var"].dtype)
-    gain = (site.spec.weight_offset + weight if weight is not None else 1.0) * site.spec.gain
-    with np.errstate(all="ignore"):
-        a: NDArray[np.float64] = gain / denominators(variance, site.spec, eps)
-    return a, (0.0 if bias is None else bias) - a * mean
-
-
-def _channels(site: Site, call: Call) -> int | None:
-    """The input axis that the running statistics live on."""
-    spec = call.spec or site.spec
-    assert spec is not None
-    names = set((spec.running_axes or "").replace("(", " ").replace(")", " ").split())
-    dims = {axis.dim for axis in spec.bind(call.shape).axes if axis.name in names}
-    return dims.pop() if len(dims) == 1 else None
+def _told(found: object) -> tuple[str, ...]:
+    """What stands in the way, if that is what was found."""
+    if not isinstance(found, Obstacle):
+        return ()
+    return (f"the norm {found.reason}" if found.bare else found.reason,)
 
 
 def _beside(neighbours: tuple[Neighbour, ...], axis: int | None) -> Neighbour | None:
@@ -121,45 +115,22 @@ def _beside(neighbours: tuple[Neighbour, ...], axis: int | None) -> Neighbour | 
     )
 
 
-def _of_the_norm(site: Site) -> Iterator[str]:
+def _of_the_node(site: Site) -> Iterator[str]:
     if len(site.calls) > 1:
         yield f"the norm is shared: it runs {len(site.calls)} times in a forward"
-    elif site.aliases:
-        yield f"the norm is registered under {len(site.aliases) + 1} names"
     if site.mode_eval == "batch":
         yield "the norm takes batch statistics in eval mode, a fold would put the stored ones in their place"
-    if site.module is not None:
-        yield from _tampered(site.module, "the norm")
 
 
 def _of_the_layer(layer: Neighbour, where: str, shift: float) -> Iterator[str]:
+    """Of a node, whose weight can be written anew where it is one of the graph's."""
     name = layer.path or "the model"
     if where == "before" and layer.consumers > 1:
         yield f"the output of {name} has {layer.consumers} readers, and the others want it as it is"
     if where == "after" and layer.padded:
         now = f"up to {number(shift)}" if shift else "0 now, but training moves it"
         yield f"{layer.op} of {name} fills in zeros, where the norm's shift ({now}) would be missing"
-    if layer.weight is None and not layer.rewritable:
-        yield f"the weight of {name} is computed in the forward (parametrized, standardized or packed)"
-        return
-    if layer.weight_uses > 1:
+    if not layer.rewritable:
+        yield f"the weight of {name} is computed in the graph"
+    elif layer.weight_uses > 1:
         yield f"the weight of {name} is shared: it is used {layer.weight_uses} times in a forward"
-    if layer.rewritable:
-        return
-    module = layer.module
-    if not isinstance(module, LINEAR) or module.weight is not layer.weight:
-        yield f"{layer.op} in {name} is a function call, with no layer of its own to change"
-        return
-    yield from _tampered(module, name)
-    code = getattr(type(module).forward, "__code__", None)
-    if module.bias is None and code is not None and "bias" not in code.co_names:
-        yield f"{name} is of class {type(module).__name__}, whose forward takes no bias"
-
-
-def _tampered(module: torch.nn.Module, name: str) -> Iterator[str]:
-    if module._forward_hooks or module._forward_pre_hooks:
-        yield f"{name} has forward hooks, which would see other tensors"
-    if "forward" in vars(module):
-        yield f"the forward of {name} was replaced"
-    if "parametrizations" in module._modules:
-        yield f"the parameters of {name} are parametrized"

@@ -12,6 +12,8 @@ each what would make the fold wrong:
 - the weight is computed in the forward (parametrization, weight norm, weight standardization), or the operation is a
   function call without a layer of its own, or a layer of a subclass whose forward takes no bias;
 - forward hooks, or a forward that was replaced, on one of the two;
+- somebody sees what lies between the two although no operation shows it: NumPy, a view that is written to, a tensor
+  that is kept after the forward, a hook of a module around them;
 - the norm takes batch statistics in eval mode although it keeps running ones.
 
 ## Why it matters

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.transforms.folding.holdings import separate
-from normscope.transforms.folding.linear_map import LinearMap, Values
+from normscope.doctor.folding.linear_map import LinearMap, Values
 from normscope.transforms.folding.plan import IDENTITY, LAYER_NORMS, NEUTRAL, RMS, Step
+from normscope.transforms.folding.separate import separate
 
 
 def fold_into(model: nn.Module, steps: Sequence[Step], copies: Iterable[str] = ()) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from normscope.doctor.folding.obstacles import Obstacle
 from normscope.doctor.nested import mapped
 from normscope.doctor.refusals import Refused, unwrap
 from normscope.doctor.wording import clean_path
@@ -17,7 +18,6 @@ from normscope.errors import BadInput, ModelError, shortened, told
 from normscope.identify.float64_copy import Float32AsFloat64
 from normscope.transforms.agreement import ALLOWED, Deviation, compare
 from normscope.transforms.folding.carry_out import fold_into
-from normscope.transforms.folding.obstacles import Obstacle
 from normscope.transforms.folding.plan import Stays, Step
 from normscope.transforms.report import Agreement
 

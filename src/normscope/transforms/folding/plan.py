@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 import normscope.nn as own
-from normscope.doctor.probes.foldable import affine
+from normscope.doctor.folding.linear_map import LinearMap
+from normscope.doctor.folding.obstacles import Obstacle, Surroundings, both
+from normscope.doctor.folding.stored import feature_axis, of_the_norm, stored, surroundings
 from normscope.doctor.session import Session
 from normscope.doctor.sites import find_sites
-from normscope.doctor.wording import number
 from normscope.transforms.chosen import HAND_WRITTEN
 from normscope.transforms.elsewhere import INLINED
-from normscope.transforms.folding.holdings import Holdings
-from normscope.transforms.folding.linear_map import LinearMap
-from normscope.transforms.folding.obstacles import Obstacle, Surroundings, both, tampered
-from normscope.transforms.folding.unseen import Unseen, watching
 
 if TYPE_CHECKING:
     from normscope.doctor.site import Call, Site
@@ -95,13 +87,10 @@ def plan(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, gains: bool, center: bool
 ) -> list[Step | Stays]:
     """Each normalization of a forward in eval mode, in the order of execution; nothing in the model is changed."""
-    runs: Counter[int] = Counter()
     with Session(model) as session:
         sites = find_sites(session, args, kwargs)
-        unseen = Unseen(session.model, {id(site.module) for site in sites if site.kind == "module"})
-        session.forward(args, kwargs, mode="eval", watch=(_counting(runs), watching(unseen)))
-    surroundings = Surroundings(Holdings(model), runs, unseen)
-    planned = [_planned(site, surroundings, gains=gains, center=center) for site in sites]
+        around = surroundings(session, sites, args, kwargs)
+    planned = [_planned(site, around, gains=gains, center=center) for site in sites]
     return [_inside(one, planned) for one in planned]
 
 
@@ -114,26 +103,14 @@ def _inside(one: Step | Stays, planned: list[Step | Stays]) -> Step | Stays:
     return one
 
 
-@contextmanager
-def _counting(runs: Counter[int]) -> Iterator[None]:
-    def count(module: nn.Module, args: Any) -> None:
-        runs[id(module)] += 1
-
-    handle = register_module_forward_pre_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _planned(site: Site, around: Surroundings, *, gains: bool, center: bool) -> Step | Stays:
-    obstacle = _of_the_norm(site, around)
+    obstacle = _of_the_site(site, around)
     if obstacle is None:
         assert site.module is not None
         call, (path,) = site.calls[0], around.holdings.paths(site.module)
         blank = Step(site.name, path, site.type_name, "", (), "after", torch.ones(0), torch.zeros(0))
         if {"running_mean", "running_var"} <= set(site.tensors):
-            found = _stored(site, call, around, blank)
+            found = _stored(site, around, blank)
         else:
             found = _gain(site, call, around, blank, gains=gains)
             if center:
@@ -144,60 +121,31 @@ def _planned(site: Site, around: Surroundings, *, gains: bool, center: bool) -> 
     return Stays(site.name, site.type_name, obstacle, site.aliases)
 
 
-def _of_the_norm(site: Site, around: Surroundings) -> Obstacle | None:
+def _of_the_site(site: Site, around: Surroundings) -> Obstacle | None:
     if site.kind != "module" or site.module is None:
         return Obstacle(ELSEWHERE.get(site.kind, site.reason))
     if site.spec is None:
         return Obstacle(site.reason)
-    if site.fused:
-        return Obstacle(
-            "PyTorch runs it inside the fused kernel of its transformer layer, which wants it whole"
-        )
-    if not site.calls:
-        return Obstacle("is not called on this sample")
-    paths = around.holdings.paths(site.module)
-    if len(paths) > 1:
-        return Obstacle(f"is registered under {len(paths)} names", tuple(paths[1:]))
-    if not around.runs[id(site.module)]:
-        return Obstacle(f"is never called: a function is, with what it holds ({site.name}.weight)")
-    if len(site.calls) > 1:
-        return Obstacle(f"runs {len(site.calls)} times in a forward")
-    reason = tampered(site.module, site.name or "the model")
-    return Obstacle(reason) if reason else None
+    return of_the_norm(site, around)
 
 
-def _stored(site: Site, call: Call, around: Surroundings, blank: Step) -> Step | Obstacle:
+def _stored(site: Site, around: Surroundings, blank: Step) -> Step | Obstacle:
     """A norm by stored statistics, y = a x + b: into the map behind it, else into those ahead."""
-    spec = call.spec or site.spec
-    assert spec is not None
-    if "batch" in (site.mode_now, site.mode_eval, call.mode):
-        when = "also in evaluation" if site.mode_eval == "batch" else "since it is in training mode"
-        return Obstacle(f"normalizes by the batch, {when}: its function is not linear")
-    into = {fold.into for fold in spec.properties().folds if fold.part == "norm"}
-    if not into:
-        return Obstacle("its statistics do not lie on one axis of features")
-    a, b = (np.broadcast_to(value, site.tensors["running_var"].shape) for value in affine(site))
-    bad = np.flatnonzero(~(np.isfinite(a) & np.isfinite(b)))
-    if bad.size:
-        held = {name: site.array(name) for name in ("running_mean", "running_var", "weight", "bias")}
-        values = ", ".join(f"{name} {number(float(t[bad[0]]))}" for name, t in held.items() if t is not None)
-        return Obstacle(
-            f"its scale or shift is not finite in {bad.size} of {a.size} channels, the first of them {bad[0]} "
-            f"({values})"
-        )
-    axis = _axis(call, site, spec.running_axes)
+    linear = stored(site, now=True)
+    if isinstance(linear, Obstacle):
+        return linear
     variance = site.array("running_var")
     found = replace(
         blank,
         becomes=IDENTITY,
-        scale=torch.tensor(a),
-        shift=torch.tensor(b),
+        scale=torch.tensor(linear.scale),
+        shift=torch.tensor(linear.shift),
         zero_variance=int((variance == 0).sum()) if variance is not None else 0,
     )
-    behind = around.behind(site, axis, bias=True)
+    behind = around.behind(site, linear.axis, bias=True)
     if isinstance(behind, LinearMap):
         return replace(found, maps=(behind,), where="before")
-    ahead = around.ahead(site, axis, shift=float(np.abs(b).max(initial=0.0)), identity=True)
+    ahead = around.ahead(site, linear.axis, shift=linear.moved, identity=True)
     if isinstance(ahead, tuple):
         return replace(found, maps=ahead)
     return both(behind, ahead)
@@ -220,7 +168,7 @@ def _gain(site: Site, call: Call, around: Surroundings, blank: Step, *, gains: b
         return Obstacle("its gain is one number, not one a feature")
     a = np.ones(size) if weight is None else spec.weight_offset + weight.reshape(-1)
     b = np.zeros(size) if bias is None else bias.reshape(-1)
-    axis = _axis(call, site, spec.weight if weight is not None else spec.bias)
+    axis = feature_axis(call, site, spec.weight if weight is not None else spec.bias)
     shift = None if bias is None else float(np.abs(b).max(initial=0.0))
     ahead = around.ahead(site, axis, shift=shift, identity=False)
     if isinstance(ahead, Obstacle):
@@ -276,17 +224,3 @@ def _no_centering(
                 f"{behind.path} computes its outputs in groups, and the mean runs over all of them"
             )
     return behind
-
-
-def _axis(call: Call, site: Site, where: str | None) -> int | None:
-    """The input axis that a pattern's axes make up."""
-    spec = call.spec or site.spec
-    assert spec is not None
-    names = set((where or "").replace("(", " ").replace(")", " ").split())
-    axes = spec.bind(call.shape).axes
-    dims = {axis.dim for axis in axes if axis.name in names}
-    if len(dims) != 1:
-        return None
-    (dim,) = dims
-    whole = math.prod(axis.size for axis in axes if axis.dim == dim) == call.shape[dim]
-    return dim if whole else None

@@ -14,7 +14,7 @@ from normscope.transforms.report import TransformReport
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from normscope.transforms.folding.linear_map import LinearMap
+    from normscope.doctor.folding.linear_map import LinearMap
 
 WIDE = 10.0
 """growth from which the report warns: more than three of the eight bits of per-tensor quantization are lost"""

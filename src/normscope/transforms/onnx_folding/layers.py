@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normscope.doctor.folding.linear_map import LinearMap
+from normscope.doctor.folding.obstacles import Obstacle
 from normscope.reading.graphs.constants import values_of
-from normscope.transforms.folding.linear_map import LinearMap
-from normscope.transforms.folding.obstacles import Obstacle
 from normscope.transforms.onnx_folding.scales import defaults
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normscope.doctor.folding.linear_map import LinearMap
+from normscope.doctor.folding.obstacles import Obstacle, both
 from normscope.reading.graphs.norms import MERGED, node_norms
-from normscope.transforms.folding.linear_map import LinearMap
-from normscope.transforms.folding.obstacles import Obstacle, both
 from normscope.transforms.onnx_folding.layers import Layer
 from normscope.transforms.onnx_folding.scales import (
     WRITTEN,

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normscope.doctor.folding.obstacles import Obstacle
 from normscope.doctor.wording import number
 from normscope.reading.graphs.constants import values_of
-from normscope.transforms.folding.obstacles import Obstacle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from normscope.doctor.folding.obstacles import Obstacle
 from normscope.doctor.wording import listed, number
 from normscope.reading.graphs.constants import values_of
-from normscope.transforms.folding.obstacles import Obstacle
 from normscope.transforms.onnx_folding.layers import LINEAR, Layer, layer, operator_behind, told
 from normscope.transforms.onnx_folding.scales import constant_beside, per_feature
 

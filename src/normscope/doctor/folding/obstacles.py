@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from normscope.doctor.folding.linear_map import LinearMap
 from normscope.doctor.tracing.ops import DROPOUTS, SLICES
 from normscope.doctor.wording import listed, number
-from normscope.transforms.folding.linear_map import LinearMap
 
 if TYPE_CHECKING:
+    from normscope.doctor.folding.holdings import Holdings
+    from normscope.doctor.folding.unseen import Unseen
     from normscope.doctor.site import Neighbour, Site
-    from normscope.transforms.folding.holdings import Holdings
-    from normscope.transforms.folding.unseen import Unseen
 
 PASSED = DROPOUTS | SLICES
 """what a norm's gain and shift go past on their way to a reader: dropout does nothing in evaluation"""
@@ -31,6 +31,8 @@ class Obstacle:
     reason: str
     shared: tuple[str, ...] = ()
     """names that would need copies of their own, where that takes the obstacle away"""
+    bare: bool = False
+    """the reason lacks its subject, the norm"""
 
 
 def tampered(module: nn.Module, name: str) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
 
@@ -32,14 +29,6 @@ class Holdings:
     def alone(self, tensor: Tensor) -> bool:
         """No other tensor of the model lies in the same memory."""
         return len(self._memory.get(_storage(tensor), ())) == 1
-
-
-def separate(model: nn.Module, names: Iterable[str]) -> None:
-    """Give each of these names, of a module or parameter, a copy of what it shares with others."""
-    for name in names:
-        path, _, last = name.rpartition(".")
-        owner = model.get_submodule(path)
-        setattr(owner, last, copy.deepcopy(getattr(owner, last)))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from normscope.doctor.copy_on_write import _WRITTEN_UNANNOTATED, _written_arguments, storages_of
+from normscope.doctor.copy_on_write import WRITTEN_UNANNOTATED, storages_of, written_arguments
 from normscope.doctor.tracing.dataflow import tensors_in
 
 LAYERS = frozenset({"convolution", "_convolution", "linear", "addmm", "mm", "bmm", "baddbmm", "matmul"})
@@ -190,8 +190,8 @@ class Unseen:
         return names
 
     def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Memory]:
-        for position, name in _written_arguments(func):
-            if name in _WRITTEN_UNANNOTATED:  # not in evaluation
+        for position, name in written_arguments(func):
+            if name in WRITTEN_UNANNOTATED:  # not in evaluation
                 continue
             yield from self._memories(args[position] if position < len(args) else kwargs.get(name))
 
