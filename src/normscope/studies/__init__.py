@@ -33,7 +33,7 @@ name of the study is ``_`` in that of the file). It declares a grid of cells and
 
 The runner is `run`; `normscope study` is its command line. The parts stand in `normscope.studies.lab`: ``table`` and
 ``intervals`` (means over seeds with bootstrap intervals, paired differences), ``verdicts`` (`above`, `below`, `within`,
-`at_most`, `all_of`), ``data`` (images without a network connection), ``training`` and ``networks``, ``figures``.
+`at_most`, `at_least`, `all_of`), ``data`` (images without a network), ``training``, ``networks``, ``figures``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from normscope.studies.lab.verdicts import Verdict as Verdict
     from normscope.studies.lab.verdicts import above as above
     from normscope.studies.lab.verdicts import all_of as all_of
+    from normscope.studies.lab.verdicts import at_least as at_least
     from normscope.studies.lab.verdicts import at_most as at_most
     from normscope.studies.lab.verdicts import below as below
     from normscope.studies.lab.verdicts import within as within
@@ -69,6 +70,7 @@ _HOME = {
     "Verdict": "verdicts",
     "above": "verdicts",
     "all_of": "verdicts",
+    "at_least": "verdicts",
     "at_most": "verdicts",
     "below": "verdicts",
     "run": "runner",

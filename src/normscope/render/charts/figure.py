@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,11 +82,12 @@ def drawing() -> Any:
     return altair
 
 
-def drawn(chart: Any) -> str:
-    """An Altair chart as SVG."""
+def drawn(chart: Any, named: Mapping[str, Rows] | None = None) -> str:
+    """An Altair chart as SVG; ``named`` are the rows that it has by name only."""
     import vl_convert
 
-    return shrunk(vl_convert.vegalite_to_svg(chart.configure(**THEME).to_dict()))
+    whole = chart.configure(**THEME).to_dict()
+    return shrunk(vl_convert.vegalite_to_svg(whole if named is None else {**whole, "datasets": named}))
 
 
 def table(rows: Rows) -> str:

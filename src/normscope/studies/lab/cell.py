@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def run_cell(
     name: str,
-    measure: Callable[[Cell, int, Scale], Row | Sequence[Row]],
+    measure: Callable[[Cell, int, Scale], Row | Iterable[Row]],
     cell: Cell,
     seed: int,
     scale: Scale,

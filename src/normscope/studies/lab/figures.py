@@ -19,10 +19,12 @@ from normscope.render.charts.figure import (
     Figure,
     data,
     drawing,
+    drawn,
     figure,
     log_axis,
     number,
 )
+from normscope.render.charts.figure import table as numbers_as_csv
 from normscope.studies.lab.table import Table
 
 __all__ = ["Figure", "chart", "lines", "means", "number", "points"]
@@ -53,9 +55,9 @@ LABELS = "format(datum.value, datum.value != 0 && (abs(datum.value) < 0.001 || a
 Rows = list[dict[str, Any]]
 
 
-def chart(key: str, title: str, caption: str, drawn: Any, rows: Sequence[Mapping[str, Any]]) -> Figure:
+def chart(key: str, title: str, caption: str, picture: Any, rows: Sequence[Mapping[str, Any]]) -> Figure:
     """An Altair chart of one's own, and the numbers behind it."""
-    return figure(key, title, caption, drawn, [dict(row) for row in rows])
+    return figure(key, title, caption, picture, [dict(row) for row in rows])
 
 
 def lines(
@@ -97,8 +99,8 @@ def lines(
     def up(column: str) -> Any:
         return _axis(altair.Y, column, y_title or y, y_domain or heights, log=log_y)
 
-    def picture(some: Rows) -> Any:
-        base = altair.Chart(data(some), width=WIDTH, height=HEIGHT).encode(
+    def picture(some: Any) -> Any:
+        base = altair.Chart(some, width=WIDTH, height=HEIGHT).encode(
             x=_axis(altair.X, "x", x_title or x, [row["x"] for row in shown], log=log_x), color=arm["color"]
         )
         points = base.mark_point(size=34, filled=True, opacity=0.9).encode(y=up("mean"), shape=arm["shape"])
@@ -110,7 +112,7 @@ def lines(
         line = base.mark_line(strokeWidth=1.8).encode(y=up("mean"), strokeDash=arm["dash"])
         return altair.layer(band, line, points)
 
-    return figure(key, title, caption, _panels(shown, picture), rows)
+    return Figure(key, title, caption, _panels(shown, picture), numbers_as_csv(rows))
 
 
 def points(
@@ -149,11 +151,9 @@ def points(
     def across(column: str) -> Any:
         return _axis(altair.X, column, x_title or x, values, log=log_x)
 
-    def picture(some: Rows) -> Any:
+    def picture(some: Any) -> Any:
         step = max(20, 11 * len(arm["names"]))
-        base = altair.Chart(data(some), width=WIDTH, height=step * len(order)).encode(
-            color=arm["color"], **down
-        )
+        base = altair.Chart(some, width=WIDTH, height=step * len(order)).encode(color=arm["color"], **down)
         layers = [
             base.mark_rule(strokeWidth=2).encode(x=across("low"), x2="high:Q"),
             base.mark_point(size=44, filled=True).encode(x=across("mean"), shape=arm["shape"]),
@@ -163,7 +163,7 @@ def points(
             layers.insert(0, at.encode(x=across("low")))
         return altair.layer(*layers)
 
-    return figure(key, title, caption, _panels(shown, picture), found)
+    return Figure(key, title, caption, _panels(shown, picture), numbers_as_csv(found))
 
 
 def means(table: Table, measure: str, *columns: str) -> Rows:
@@ -262,29 +262,31 @@ def _arms(by: str | None, rows: Rows) -> dict[str, Any]:
         )
     legend = altair.Legend(title=None, symbolStrokeWidth=2, symbolOpacity=1, columns=4, labelLimit=220)
 
-    def told_apart(channel: Any, choice: Sequence[Any]) -> Any:
+    def told_apart(channel: Any, choice: Sequence[Any], legend: Any = legend) -> Any:
         scale = altair.Scale(domain=names, range=list(choice[: len(names)]))
         return channel("arm:N", sort=names, scale=scale, legend=legend)
 
     return {
         "color": told_apart(altair.Color, [light for light, _ in SERIES]),
-        "dash": told_apart(altair.StrokeDash, DASHES),
+        "dash": told_apart(altair.StrokeDash, DASHES, None),
         "shape": told_apart(altair.Shape, SHAPES),
         "names": names,
     }
 
 
-def _panels(rows: Rows, picture: Callable[[Rows], Any]) -> Any:
-    """A picture for each value of the panel column, two beside each other."""
+def _panels(rows: Rows, picture: Callable[[Any], Any]) -> str:
+    """A picture for each value of the panel column, two beside each other, as SVG.
+
+    Rows go in by name: Altair copies whatever is inside of a chart again and again.
+    """
     altair = drawing()
     headings = list(dict.fromkeys(row["panel"] for row in rows))
+    sets = {f"rows {heading}": [row for row in rows if row["panel"] == heading] for heading in headings}
     if headings == [""]:
-        return picture(rows)
+        return drawn(picture(altair.NamedData("rows ")), sets)
     style = {"fontSize": 12, "fontWeight": "normal", "anchor": "start", "color": MUTED}
     parts = [
-        picture([row for row in rows if row["panel"] == heading]).properties(
-            title=altair.TitleParams(heading, **style)
-        )
+        picture(altair.NamedData(f"rows {heading}")).properties(title=altair.TitleParams(heading, **style))
         for heading in headings
     ]
-    return altair.concat(*parts, columns=2, spacing=18)
+    return drawn(altair.concat(*parts, columns=2, spacing=18), sets)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from normscope.studies.lab.intervals import CONFIDENCE, RESAMPLES
 from normscope.studies.lab.study import Scale, Study
 from normscope.studies.lab.table import Table
 from normscope.studies.lab.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from normscope.render.charts import Figure
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class Results:
             ],
             "remarks": self.remarks(),
         }
+
+    @cached_property
+    def figures(self) -> list[Figure]:
+        """Drawn when first asked for."""
+        return [draw(self.table) for draw in self.study.figures]
 
     def remarks(self) -> list[str]:
         return list(self.study.remarks(self.table)) if self.study.remarks else []

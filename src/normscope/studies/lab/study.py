@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -65,7 +65,7 @@ class Study:
     method: str
     measures: tuple[Measure, ...]
     cells: Callable[[Scale], Iterable[Cell]]
-    measure: Callable[[Cell, int, Scale], Row | Sequence[Row]]
+    measure: Callable[[Cell, int, Scale], Row | Iterable[Row]]
     decisions: tuple[Decision, ...]
     limits: str
     """what it cannot say"""

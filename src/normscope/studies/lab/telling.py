@@ -63,7 +63,7 @@ def sections(results: Results) -> dict[str, Any]:
         "told": told,
         "counts": counts,
         "contrary": [t for t in told if t.verdict.verdict != "holds"],
-        "figures": [drawn(draw(results.table)) for draw in study.figures],
+        "figures": [drawn(figure) for figure in results.figures],
         "remarks": results.remarks(),
         "scale": results.scale,
         "how_many": how_many(results),

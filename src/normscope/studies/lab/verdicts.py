@@ -65,6 +65,19 @@ def at_most(values: Sequence[float], bound: float) -> Verdict:
     return Verdict(word, f"each of the {len(values)} values is at most {bound:g}", numbers)
 
 
+def at_least(values: Sequence[float], bound: float) -> Verdict:
+    """Holds where not one value is below ``bound``. Undecided without a value, or with NaN.
+
+    >>> at_least([1.0, 2.0], 1.5).numbers
+    {'smallest': 1.0, 'bound': 1.5, 'of': 2}
+    """
+    known = len(values) > 0 and not any(isnan(value) for value in values)
+    smallest = min(values) if known else float("nan")
+    word = _word(known and smallest >= bound, known and smallest < bound)
+    numbers = {"smallest": float(smallest), "bound": bound, "of": len(values)}
+    return Verdict(word, f"each of the {len(values)} values is at least {bound:g}", numbers)
+
+
 def all_of(**parts: Verdict) -> Verdict:
     """Holds where all do, does not hold where one does not, else undecided.
 
