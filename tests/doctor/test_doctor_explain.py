@@ -230,6 +230,44 @@ def test_where_eps_stands_is_told_by_size() -> None:
     assert "by its eps 1e-06 it should be 0.001; that is eps beside the root" in seen
 
 
+class OtherEps(nn.Module):
+    """A batch norm by hand whose fault is in evaluation alone."""
+
+    def __init__(self, evaluation: Any) -> None:
+        super().__init__()
+        self.eps, self.evaluation = 1e-5, evaluation
+        self.register_buffer("running_mean", torch.zeros(16))
+        self.register_buffer("running_var", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return (x - self.running_mean) / self.evaluation(self.running_var)
+        mean, var = x.mean(0), x.var(0, unbiased=False)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, 0.1)
+            self.running_var.lerp_(var * len(x) / (len(x) - 1), 0.1)
+        return (x - mean) / (var + self.eps).sqrt()
+
+
+AS_TRAINING = "by its eps 1e-05 it should be 0.00316."
+IN_EVALUATION = {
+    "as in training": (lambda var: (var + 1e-5).sqrt(), None),
+    "another eps": (lambda var: var.sqrt() + 0.1, "nearly constant input is divided by 0.1, " + AS_TRAINING),
+    "none": (lambda var: var.sqrt(), "input 0 everywhere gives an output that is NaN."),
+}
+
+
+@pytest.mark.parametrize("name", IN_EVALUATION)
+def test_a_fault_in_evaluation_alone_is_seen(name: str) -> None:
+    evaluation, told = IN_EVALUATION[name]
+    model = net(OtherEps(evaluation))
+    step = normscope.explain(model, x()).steps[4]
+    assert (step.ok, step.site) == ((True, "") if told is None else (False, "1")), step
+    if told is not None:
+        finite = "" if name == "none" else "finite on constant input; "
+        assert f"1 in evaluation: {finite}{told}" in step.seen
+
+
 def test_the_culprit_of_a_wrong_gradient_is_named() -> None:
     step = normscope.explain(Inlined(), x()).steps[3]
     assert any("written by hand" in line and "Forgetful" in line for line in step.seen)

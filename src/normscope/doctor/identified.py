@@ -59,7 +59,7 @@ class IdentifiedReading(ModuleReading):
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
         found = dict(self.computed)
         for name, path in self.paths.items():
-            tensor = _at(module, path)
+            tensor = tensor_at(module, path)
             shape = self.shapes.get(name, tuple(tensor.shape))
             found[name] = tensor if tuple(tensor.shape) == shape else tensor.reshape(shape)
         return found
@@ -231,7 +231,8 @@ def _structure(module: nn.Module, shape: tuple[int, ...]) -> Any:
     return type(module), settings, tensors, tuple(shape[1:])
 
 
-def _at(module: nn.Module, path: str) -> Tensor:
+def tensor_at(module: nn.Module, path: str) -> Tensor:
+    """The tensor of a module at a dotted path."""
     owner, _, name = path.rpartition(".")
     tensor = getattr(module.get_submodule(owner), name)
     assert isinstance(tensor, Tensor)

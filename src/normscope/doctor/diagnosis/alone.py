@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
+from normscope.doctor.identified import tensor_at
 from normscope.errors import told
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ class Alone:
     """of the small input"""
     stored: bool
     """stored statistics normalize in training too"""
+    state: Mapping[str, str] = field(default_factory=dict)
+    """in evaluation: "running_mean" and "running_var" -> path of the tensor in the module"""
+
+    @property
+    def evaluating(self) -> bool:
+        return bool(self.state)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The output, in float64. Buffers are written as copies, so the next call starts from the same state."""
@@ -47,6 +55,13 @@ class Alone:
             for part, buffers in zip(parts, before, strict=True):
                 part._buffers.update(buffers)
         return out
+
+    def store(self, mean: float, variance: float) -> None:
+        """The stored statistics become those of input with this mean and this variance everywhere."""
+        with torch.no_grad():
+            for name, value in (("running_mean", mean), ("running_var", variance)):
+                if name in self.state:
+                    tensor_at(self.module, self.state[name]).fill_(value)
 
     def array(self, name: str) -> NDArray[np.float64] | None:
         return self.site.array(name)
@@ -90,6 +105,27 @@ def alone(site: Site, spec: NormSpec | None) -> Alone | str:
         except (Exception, SystemExit) as error:
             reason = f"it does not run alone: {told(error)}"
     return reason or f"its input of shape {call.shape} is too large"
+
+
+def in_evaluation(found: Alone) -> Alone | str | None:
+    """The same in evaluation, stored statistics settable; why that cannot be; None where none normalize there."""
+    site = found.site
+    if site.module is None or site.mode_eval not in ("running", "frozen"):
+        return None
+    state = {name: _path(site.module, site.tensors.get(name)) for name in ("running_mean", "running_var")}
+    paths = {name: path for name, path in state.items() if path}
+    if "running_var" not in paths:
+        return "its stored variance is under no name that is known"
+    return replace(found, module=copy.deepcopy(found.module).eval(), state=paths)
+
+
+def _path(module: nn.Module, tensor: torch.Tensor | None) -> str:
+    """Where in the module this very tensor is; "" where it is not."""
+    for path, part in module.named_modules():
+        for name, held in (*part._buffers.items(), *part._parameters.items(), *vars(part).items()):
+            if held is not None and held is tensor:
+                return f"{path}.{name}" if path else name
+    return ""
 
 
 def _small(shape: tuple[int, ...], spec: NormSpec | None) -> tuple[int, ...]:
