@@ -25,7 +25,9 @@ def test_a_study_runs(name: str, tmp_path: Path) -> None:
         assert verdict.numbers, decision.key
         assert all(1 <= number <= 47 for number in decision.claims), decision.key
     told = json.loads((out / "results.json").read_text())
-    assert [d["verdict"] for d in told["decisions"]] == [results.decided[d.key].verdict for d in study.decisions]
+    assert [d["verdict"] for d in told["decisions"]] == [
+        results.decided[d.key].verdict for d in study.decisions
+    ]
 
     page = (out / "index.html").read_text()
     for words in (study.question, study.limits, study.intervention, study.held_fixed):

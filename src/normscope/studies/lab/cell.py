@@ -41,7 +41,7 @@ def run_cell(
         begin = time.perf_counter()
         try:
             found = measure(cell, seed, scale)
-            rows = [_plain(row) for row in ([found] if isinstance(found, Mapping) else found)]
+            rows = [_plain(row, cell) for row in ([found] if isinstance(found, Mapping) else found)]
         except Exception as error:
             raise ModelError(f"study {name}, cell {told_cell(cell)}, seed {seed}: {told(error)}") from error
         return {"cell": dict(cell), "seed": seed, "rows": rows, "seconds": time.perf_counter() - begin}
@@ -72,10 +72,12 @@ def _alone() -> Iterator[None]:
             np.random.set_state(arrays)  # noqa: NPY002
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: Row, cell: Cell) -> dict[str, Any]:
     """Values that JSON has: numbers of NumPy and torch become Python's."""
     plain: dict[str, Any] = {}
     for key, value in row.items():
+        if key in cell or key == "seed":
+            raise ValueError(f"a row holds what was measured; {key!r} is there already, from the cell")
         found = value.item() if isinstance(value, (np.generic, torch.Tensor, np.ndarray)) else value
         if not isinstance(found, (str, int, float, bool, type(None))):
             raise TypeError(f"a row holds text, numbers and None; {key} is a {type(found).__name__}")

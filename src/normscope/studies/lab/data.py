@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normscope.errors import BadInput
+from normscope.errors import BadInput, MissingExtra
 from normscope.studies.lab.fingerprint import digest
 
 FASHION = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
@@ -83,7 +83,8 @@ class Images:
 
 def load(name: str, *, train: int | None = None, test: int | None = None) -> Images:
     """``"fashion-mnist"`` (60,000 and 10,000 of 28 x 28), ``"mnist-5k"`` (4,000 and 1,000), ``"digits"`` (1,297 and 500
-    of 8 x 8); of each part the first ``train`` and ``test``, or all where there are fewer.
+    of 8 x 8); of each part the first ``train`` and ``test``, or all where there are fewer. Cells share the tensors:
+    change none in place.
 
     >>> load("digits", train=100).train.shape
     torch.Size([100, 1, 8, 8])
@@ -178,8 +179,10 @@ def _read(source: Source) -> Images:
             table = np.loadtxt(file, delimiter=",", dtype=np.int64)
         pixels, labels, most, test = table[:, :-1].reshape(-1, 28, 28), table[:, -1], 255, 1000
     else:
-        from sklearn.datasets import load_digits
-
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise MissingExtra("scikit-learn", "studies", f"a study of {source.name}") from None
         found = load_digits()
         pixels, labels, most, test = found.images, found.target, 16, 500
     order = np.random.default_rng(0).permutation(len(labels))  # they come sorted

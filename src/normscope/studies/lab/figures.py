@@ -260,7 +260,9 @@ def _arms(by: str | None, rows: Rows) -> dict[str, Any]:
         raise BadInput(
             f"{by} has {len(names)} values, and {len(SERIES)} arms can be told apart: use panel for some"
         )
-    legend = altair.Legend(title=None, symbolStrokeWidth=2, symbolOpacity=1, columns=4, labelLimit=220)
+    room = WIDTH if len({row["panel"] for row in rows}) == 1 else 2 * WIDTH
+    columns = max(1, room // (30 + 7 * max(map(len, names))))
+    legend = altair.Legend(title=None, symbolStrokeWidth=0, symbolOpacity=1, columns=columns, labelLimit=220)
 
     def told_apart(channel: Any, choice: Sequence[Any], legend: Any = legend) -> Any:
         scale = altair.Scale(domain=names, range=list(choice[: len(names)]))

@@ -40,6 +40,12 @@ class Records:
         seeds = list(seeds)
         return [(cell, seed) for cell in cells for seed in seeds if key(cell, seed) not in self.found]
 
+    def seconds(self, cells: Iterable[Cell], seeds: Iterable[int]) -> float:
+        """How long these cells took, one after the other."""
+        seeds = list(seeds)
+        keys = [key(cell, seed) for cell in cells for seed in seeds]
+        return float(sum(self.found[k]["seconds"] for k in keys))
+
     def rows(self, cells: Iterable[Cell], seeds: Iterable[int]) -> list[dict[str, Any]]:
         """What these cells measured, in their order."""
         seeds = list(seeds)

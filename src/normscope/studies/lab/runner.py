@@ -85,7 +85,7 @@ def run(
         seeds=count,
         run=json.loads((out / RUN).read_text(encoding="utf-8")),
         data={name: source.told for name, source in found.items()},
-        seconds=sum(record["seconds"] for record in records.found.values()),
+        seconds=records.seconds(grid, range(count)),
     )
     write(results, out, draw=draw)
     return results
@@ -120,7 +120,9 @@ def _begin(study: Study, scale: Scale, sources: Mapping[str, str], out: Path) ->
         raise BadInput(f"{out} holds {CELLS} without {RUN}, which says what it is: choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"fingerprint": here, "declared": declared(study)}, indent=1, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    draft = path.with_suffix(".new")
+    draft.write_text(text + "\n", encoding="utf-8")
+    draft.replace(path)  # whole or not at all
 
 
 def _differences(there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
