@@ -17,6 +17,8 @@ import jax.numpy as jnp  # noqa: E402
 from flax import linen, nnx  # noqa: E402
 
 from normscope import reference  # noqa: E402
+from normscope.errors import BadInput  # noqa: E402
+from normscope.identify import identify  # noqa: E402
 from normscope.identify.framework_layers import framework_layer  # noqa: E402
 from normscope.reading import UnknownNormalization, read, spec_of  # noqa: E402
 from normscope.spec import RunningState, families  # noqa: E402
@@ -248,6 +250,30 @@ def test_refused(make: Any, text: str) -> None:
     with pytest.raises(UnknownNormalization) as caught:
         read(make())
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("method", ["call", "_moments"])
+def test_a_method_that_was_put_on_a_layer_was_overlooked(method: str) -> None:
+    layer = keras_layer(layers.BatchNormalization(), TABLE)
+    setattr(layer, method, lambda *given, **named: given[0])
+    with pytest.raises(UnknownNormalization) as caught:
+        spec_of(layer)
+    assert str(caught.value) == (
+        f"keras.layers.BatchNormalization has a {method} put on it that is not its class's, so it may compute "
+        "something else. Define it in a subclass, and normscope.identify(layer, example) finds what it computes; or "
+        "say it with normscope.NormSpec(...)."
+    )
+    with pytest.raises(
+        BadInput, match=f"the {method} that was put on BatchNormalization 'batch_normalization"
+    ):
+        identify(layer, TABLE)
+
+
+def test_a_call_put_on_a_flax_module_is_not_what_python_calls() -> None:
+    module, x = nnx.LayerNorm(6, rngs=rngs), jnp.arange(12.0).reshape(2, 6)
+    module.__call__ = lambda x: 2 * x
+    assert jnp.array_equal(module(x), nnx.LayerNorm(6, rngs=rngs)(x))
+    assert spec_of(module) == spec_of(nnx.LayerNorm(6, rngs=rngs))
 
 
 @pytest.mark.parametrize("layer", [layers.Dense(6), nnx.Linear(4, 6, rngs=rngs), linen.Dense(6)])

@@ -334,3 +334,12 @@ def test_synchronized_statistics_are_told():
     text = "the source takes statistics over all processes: "
     assert f"{text}keras does with synchronized=True, on its TensorFlow backend" in said["keras"]
     assert f"{text}flax does with axis_name=" in said["flax"]
+
+
+def test_hooks_that_arrays_cannot_hold_are_told():
+    norm = torch.nn.LayerNorm(3)
+    assert (
+        "its forward hooks were not carried: arrays hold none" not in ns.port(norm, target="keras")[1].notes
+    )
+    norm.register_forward_hook(lambda module, inputs, output: 2 * output)
+    assert "its forward hooks were not carried: arrays hold none" in ns.port(norm, target="keras")[1].notes

@@ -83,3 +83,10 @@ def test_what_only_bears_the_name_is_refused(module, fault):
         f"{__name__}.{type(module).__name__} is called FrozenBatchNorm2d, but {fault}. Expected: buffers weight, bias, "
         f"running_mean and running_var, no parameters, and an attribute eps, as in torchvision.ops.FrozenBatchNorm2d."
     )
+
+
+def test_a_forward_put_on_a_frozen_batch_norm_is_unknown():
+    module = FrozenBatchNorm2d(3)
+    module.forward = lambda x: x
+    with pytest.raises(UnknownNormalization, match="has a forward put on it that is not its class's"):
+        read(module)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import normscope.nn
 from normscope import reference
 from normscope.reading import UnknownNormalization, read, spec_of
 from normscope.spec import NormSpec, RunningState
@@ -270,11 +271,41 @@ def test_subclass_that_overrides_forward_is_unknown():
     )
 
 
-def test_forward_replaced_on_the_object_is_unknown():
-    module = nn.RMSNorm(3)
-    module.forward = lambda x: x
-    with pytest.raises(UnknownNormalization, match="overrides forward"):
+@pytest.mark.parametrize(
+    ("module", "method"),
+    [
+        (nn.RMSNorm(3), "forward"),
+        (nn.LayerNorm(3), "_call_impl"),
+        (nn.InstanceNorm1d(3), "_apply_instance_norm"),
+        (normscope.nn.GhostBatchNorm1d(3, size=2), "_by_batch"),
+    ],
+)
+def test_a_method_put_on_the_object_is_unknown(module, method):
+    name = f"{'torch' if 'torch' in type(module).__module__ else 'normscope'}.nn.{type(module).__name__}"
+    setattr(module, method, lambda *given: given[0])
+    with pytest.raises(UnknownNormalization) as error:
         read(module)
+    assert str(error.value) == (
+        f"{name} has a {method} put on it that is not its class's, so it may compute something else. normscope.check "
+        "finds what it calls inside; or say what it computes with normscope.NormSpec(...)."
+    )
+
+
+def test_a_call_put_on_the_object_is_not_what_python_calls():
+    module, x = nn.LayerNorm(3), torch.randn(2, 3)
+    module.__call__ = lambda x: 2 * x
+    assert torch.equal(module(x), nn.LayerNorm(3)(x))
+    assert spec_of(module) == spec_of(nn.LayerNorm(3))
+
+
+def test_a_weight_norm_with_a_forward_put_on_it_is_unknown():
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    assert spec_of(module, parameter="weight").scale == "l2"
+    module.parametrizations.weight[0].forward = lambda g, v: v
+    with pytest.raises(
+        UnknownNormalization, match="is made by a _WeightNorm that has a forward put on it that is"
+    ):
+        spec_of(module, parameter="weight")
 
 
 @pytest.mark.parametrize("cls", [nn.LocalResponseNorm, nn.CrossMapLRN2d])

@@ -151,10 +151,13 @@ def test_a_patched_class_is_probed_anew(monkeypatch):
 
 
 def test_an_instance_with_a_forward_of_its_own_is_refused():
-    norm = made("llama.LlamaRMSNorm")
-    norm.forward = lambda x: x
-    with pytest.raises(UnknownNormalization, match="with another forward, so it may compute something else"):
-        read(norm)
+    for name, method in (("llama.LlamaRMSNorm", "forward"), ("gemma.GemmaRMSNorm", "_norm")):
+        norm = made(name)
+        setattr(norm, method, lambda x: x)
+        with pytest.raises(
+            UnknownNormalization, match=f"with another {method}, so it may compute something else"
+        ):
+            read(norm)
 
 
 def test_a_forward_that_depends_on_the_training_flag_is_refused(monkeypatch):

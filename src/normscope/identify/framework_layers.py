@@ -81,7 +81,7 @@ def _maker(obj: Any) -> Callable[..., Any] | None:
     from normscope.reading import flax_layers, flax_linen, flax_nnx, keras
 
     if home_of(obj, keras.PACKAGE, keras.KINDS):
-        return None if "call" in vars(obj) else _keras
+        return _keras
     names = {*flax_layers.NAMES} - {"WeightNorm"}  # which normalizes the kernel of the layer that it wraps
     if home_of(obj, flax_nnx.PACKAGE, names):
         return _nnx

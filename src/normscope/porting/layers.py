@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from normscope.errors import BadInput
 from normscope.identify.framework_layers import FrameworkLayer, framework_layer
+from normscope.identify.owners_hooks import own_hooks
 from normscope.porting import flax, keras
 from normscope.porting.arrays import tensor_of
 from normscope.porting.build import Plan, made, plan
@@ -211,6 +212,8 @@ def from_torch(module: nn.Module, target: str) -> tuple[dict[str, Any], PortRepo
                 settings = {"class": settings.pop("class"), "num_features": size, **settings}
         arrays = flax.written((), tensors, linen=target == "linen")
         kind = f"flax.{'linen' if target == 'linen' else 'nnx'}.{settings['class']}"
+    if own_hooks(module):
+        notes.append("its forward hooks were not carried: arrays hold none")
     notes.append("outputs were not compared: arrays are no layer")
     return arrays, PortReport("port", (SiteChange("", name, kind),), notes=tuple(notes), settings=settings)
 

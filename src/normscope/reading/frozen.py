@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from normscope.reading.base import Reader, Reading, UnknownNormalization, qualified_name
+from normscope.reading.by_class import has_put_on, put_on
 from normscope.spec import families
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def _fault(obj: torch.nn.Module, home: type) -> str:
         return "has no attribute eps: the constant in its forward cannot be read"
     if type(obj).forward is not home.forward:  # type: ignore[attr-defined]
         return "overrides forward"
+    if found := put_on(obj, ("forward", "_call_impl")):
+        return has_put_on(found)
     return ""
 
 

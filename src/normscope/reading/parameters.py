@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normscope.reading.base import UnknownNormalization, qualified_name
-from normscope.reading.by_class import home_of, refuse_other_methods
+from normscope.reading.by_class import has_put_on, home_of, put_on, refuse_other_methods
 from normscope.spec import NormSpec, families
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def _hooks(module: nn.Module, name: str) -> list[Any]:
 
 def _by(one: Any, module: nn.Module, name: str) -> NormSpec | None:
     kind = type(one).__name__
+    if found := put_on(one, ("forward", "_call_impl", "compute_weight")):
+        _refuse(module, name, f"is made by a {kind} that {has_put_on(found)}")
     if kind in ("WeightNorm", "_WeightNorm"):
         return _weight_norm(int(one.dim), getattr(module, name).dim())
     if kind in ("SpectralNorm", "_SpectralNorm"):
@@ -98,7 +100,7 @@ def _in_forward(module: nn.Module, name: str) -> NormSpec | None:
     cls = home or scaled
     if cls is None or name != "weight":
         return None
-    refuse_other_methods(module, cls, ("forward",))
+    refuse_other_methods(module, cls, ("forward", "_call_impl"))
     held: Any = module
     spec = families.biased_weight_standardization(eps=float(held.eps))
     return spec.replace(weight="o", gain=float(held.scale)) if scaled else spec

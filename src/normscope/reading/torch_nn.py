@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normscope.reading.base import Reader, Reading, UnknownNormalization, qualified_name
+from normscope.reading.by_class import has_put_on, put_on
 from normscope.spec import families
 from normscope.spec.axes import last_axes
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 COMPUTES = (
     "__call__",
+    "_call_impl",
     "forward",
     "_apply_instance_norm",
     "_handle_no_batch_input",
@@ -60,8 +62,12 @@ def refuse_overrides(obj: Any, home: type) -> None:
     overridden = [
         name for name in COMPUTES if getattr(type(obj), name, None) is not getattr(home, name, None)
     ]
-    if "forward" in vars(obj):
-        overridden.append("forward")
+    if found := put_on(obj, COMPUTES):
+        _refuse(
+            obj,
+            f"{has_put_on(found)}. normscope.check finds what it calls inside; or say what it computes with "
+            "normscope.NormSpec(...)",
+        )
     if overridden:
         _refuse(
             obj,

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from normscope.errors import told
 from normscope.reading.base import Reader, Reading, UnknownNormalization, qualified_name
+from normscope.reading.by_class import put_on
 from normscope.spec import Cast, families
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def identified(obj: Any) -> Written | None:
         return None
     home, eps = shape
     name = qualified_name(type(obj))
-    overridden = "forward" if "forward" in vars(obj) else _overridden(type(obj), home)
+    overridden = put_on(obj, ("_call_impl", *_methods(home))) or _overridden(type(obj), home)
     if overridden:
         raise UnknownNormalization(
             f"{name} is {qualified_name(home)} with another {overridden}, so it may compute something else. Say what "
@@ -129,7 +130,7 @@ def _shape(obj: Any) -> tuple[type, float] | None:
 
 def _overridden(cls: type, home: type) -> str:
     """A method that a subclass has made its own; parametrizations only turn tensors into properties."""
-    names = {"__call__", *_methods(home)}
+    names = {"__call__", "_call_impl", *_methods(home)}
     return next((n for n in sorted(names) if getattr(cls, n, None) is not getattr(home, n, None)), "")
 
 

@@ -57,10 +57,10 @@ def box_in_mode(layer: Any, shape: tuple[int, ...], training: bool = False) -> B
 def twin_of(layer: Any, shape: tuple[int, ...]) -> tuple[Any, list[Any]]:
     """A float64 layer like this one, and its weights. Raises BadInput where it cannot be rebuilt."""
     for part in layer._flatten_layers():
-        if "call" in vars(part):
+        if method := _put_on(part):
             raise BadInput(
-                "a Keras layer is identified through a float64 twin, and the call that was put on "
-                f"{type(part).__name__} {part.name!r} would be missing there. Define call in a subclass, or pass a "
+                f"a Keras layer is identified through a float64 twin, and the {method} that was put on "
+                f"{type(part).__name__} {part.name!r} would be missing there. Define {method} in a subclass, or pass a "
                 "function: lambda x: layer(x)"
             )
     try:
@@ -76,6 +76,17 @@ def twin_of(layer: Any, shape: tuple[int, ...]) -> tuple[Any, list[Any]]:
             f"a Keras layer is identified through a float64 twin, and {type(layer).__name__} cannot be rebuilt from "
             f"its configuration ({told(error)}). Pass a function: lambda x: layer(x)"
         ) from error
+
+
+def _put_on(layer: Any) -> str:
+    """A method that somebody put on one layer, which its configuration does not hold; "" where none was. Keras itself
+    puts wrappers of ``build`` and others there."""
+    for name, value in vars(layer).items():
+        if callable(value) and callable(getattr(type(layer), name, None)):
+            scope = getattr(getattr(value, "__func__", value), "__globals__", {})
+            if name == "call" or not str(scope.get("__name__")).startswith("keras."):
+                return str(name)
+    return ""
 
 
 @contextmanager
