@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 from normscope.errors import BadInput, MissingExtra
@@ -51,6 +55,7 @@ def each(
             stack.enter_context(joblib.parallel_config("ray", n_jobs=n_jobs))
         else:
             stack.enter_context(joblib.parallel_config("loky", n_jobs=n_jobs))
+            call = partial(_beside, call, os.getpid())
         tasks = [joblib.delayed(call)(*job) for job in jobs]
         # One at a time, so that a finished cell never waits for others to be written down.
         if backend != "ray":
@@ -60,6 +65,23 @@ def each(
             step = parallel._effective_n_jobs()
             for start in range(0, len(tasks), step):
                 yield from parallel(tasks[start : start + step])
+
+
+def _beside(call: Callable[..., Any], parent: int, *job: Any) -> Any:
+    """In a process that ends when the run is killed: nobody would take its result."""
+    if os.getpid() != parent:
+        _end_with(parent)
+    return call(*job)
+
+
+@cache
+def _end_with(parent: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _dask(scheduler: str | None) -> AbstractContextManager[Any]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from normscope.studies.lab.results import Results, to_json
-from normscope.studies.lab.telling import sections
+from normscope.studies.lab.telling import SYMBOLS, sections
+
+GALLERY = """# Studies
+
+Each study declares its question, the single property that it varies and the rules that decide before it runs. Its page holds
+the figures with their numbers, what did not hold, and how to run it again with one command.
+"""
 
 
 def write_docs(results: Results, folder: Path) -> Path:
@@ -33,3 +40,18 @@ def markdown(told: dict[str, Any]) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     return environment.from_string(text).render(**told).rstrip() + "\n"
+
+
+def write_gallery(folder: Path) -> Path:
+    """Write ``index.md``: a line for each study that has its results in ``folder``, with what was decided."""
+    rows = []
+    for file in sorted(folder.glob("*/results.json")):
+        told = json.loads(file.read_text(encoding="utf-8"))
+        words = [decision["verdict"] for decision in told["decisions"]]
+        counts = ", ".join(f"{words.count(word)} {word}" for word in SYMBOLS if word in words)
+        study = told["study"]
+        rows.append(f"| [{study['title']}]({study['name']}.md) | {study['question']} | {counts} |")
+    table = "\n".join(["| study | question | declared statements |", "|---|---|---|", *rows])
+    page = folder / "index.md"
+    page.write_text(f"{GALLERY}\n{table}\n", encoding="utf-8")
+    return page

@@ -40,8 +40,10 @@ def norm(name: str, *, dims: int = 2, groups: int = 8, eps: float = 1e-5, affine
     >>> norm("group", groups=2)(8)
     GroupNorm(2, 8, eps=1e-05, affine=True...)
 
-    Raises BadInput for an unknown name.
+    Raises BadInput for an unknown name, and for instance norm of vectors, whose sets would have one element.
     """
+    if name == "instance" and dims == 0:
+        raise BadInput("instance norm needs places to normalize over: a vector has one element a channel")
     batch = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d}[dims]
     instance = {0: nn.InstanceNorm1d, 1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d}[dims]
     makers: dict[str, Norm] = {
