@@ -1,7 +1,7 @@
 """Run studies in full and write their pages into the book: ``python scripts/studies.py [NAME ...]``.
 
-Runs stand in ``normscope-studies/`` and go on where they were stopped; ``--quick`` runs the smaller form. Without names,
-all of them. Figures must be looked at before they are committed.
+Runs stand in ``normscope-studies/`` and go on where they were stopped; ``--quick`` runs the smaller form. Without
+names, all of them. Figures must be looked at before they are committed.
 """
 
 from __future__ import annotations

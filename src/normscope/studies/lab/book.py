@@ -12,8 +12,8 @@ from normscope.studies.lab.telling import SYMBOLS, sections
 
 GALLERY = """# Studies
 
-Each study declares its question, the single property that it varies and the rules that decide before it runs. Its page holds
-the figures with their numbers, what did not hold, and how to run it again with one command.
+Each study declares its question, the single property that it varies and the rules that decide before it runs. Its page
+holds the figures with their numbers, what did not hold, and how to run it again with one command.
 """
 
 
