@@ -247,10 +247,10 @@ class TestWeightsOption:
         assert {f.severity for f in found(model, "NS313", state=state)} == {"error"}
         for bad in (without(trained().state_dict(), "3."), {"running_mean": torch.ones(3)}):
             torch.save(bad, path)
-            with pytest.raises(BadTarget, match=r"does not fit the model: loading it raised RuntimeError"):
+            with pytest.raises(BadTarget, match=r"does not fit the model:\n\d+ names? "):
                 checkpoints.load_into(net(), path)
         torch.save({**trained().state_dict(), "1.running_mean": torch.ones(9)}, path)
-        with pytest.raises(BadTarget, match=r"size mismatch for 1\.running_mean"):
+        with pytest.raises(BadTarget, match=r"another shape: 1\.running_mean is \(9,\), in the model \("):
             checkpoints.load_into(net(), path)
 
     def test_the_command_line_hands_the_checkpoint_on(self, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from normscope.doctor.checkpoint import WRAPPERS, of_a_norm, unmatched
 from normscope.doctor.wording import plural
 from normscope.errors import BadTarget, told
 from normscope.targets.failures import blamed
+from normscope.targets.misfit import misfit, other_shapes
 from normscope.targets.state_files import open_state
 from normscope.targets.state_files.shards import INDEX
 
@@ -56,8 +57,9 @@ def load_into(
     odd = next((key for key in tensors if not isinstance(key, str)), None)
     if odd is not None:
         raise BadTarget(f"{path} holds a tensor named {odd!r}; a state dict names parameters by strings")
+    why = ""
     with blamed(f"{path} does not fit the model: loading it"):
-        expected = list(model.state_dict())
+        expected = model.state_dict()
         for prefix in WRAPPERS:
             if all(key.startswith(prefix) and key not in expected for key in tensors):
                 tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
@@ -66,12 +68,15 @@ def load_into(
             model.load_state_dict(tensors | _tied(model, tensors))
         except RuntimeError:
             odd_ones = unmatched(model, tensors)
-            none_fits = not any(name in tensors for name in expected)
-            if none_fits or not odd_ones or not all(of_a_norm(model, name) for name in odd_ones):
+            fits = any(name in tensors for name in expected) and not other_shapes(expected, tensors)
+            if fits and odd_ones and all(of_a_norm(model, name) for name in odd_ones):
+                model.load_state_dict(tensors, strict=False)
+                found = plural(len(odd_ones), "name")
+                notes.append(f"{path}: {found} of norms did not match and stayed as they were (see NS313)")
+            elif not (why := misfit(model, tensors | _tied(model, tensors))):
                 raise
-            model.load_state_dict(tensors, strict=False)  # shapes that differ are refused still
-            found = plural(len(odd_ones), "name")
-            notes.append(f"{path}: {found} of norms did not match and stayed as they were (see NS313)")
+    if why:
+        raise BadTarget(f"{path} does not fit the model:\n{why}")
     return tensors, config, notes
 
 
