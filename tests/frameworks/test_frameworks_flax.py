@@ -133,3 +133,21 @@ def test_not_a_normalization(module: Any) -> None:
 
 def test_torch_is_not_needed() -> None:
     assert "torch" not in sys.modules
+
+
+def standardized(x: Any) -> Any:
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-3)
+
+
+@pytest.mark.parametrize(
+    "fn", [standardized, jax.jit(standardized), lambda x: standardized(x.at[0].set(x[0]))]
+)
+@pytest.mark.parametrize("example", [(4, 6), np.zeros((4, 6)), np.zeros((4, 6), np.float32)])
+def test_a_jax_function_with_an_example_of_numpy_was_refused(fn: Any, example: Any) -> None:
+    found = identify(fn, example)
+    assert found.spec is not None
+    assert found.spec == NormSpec("... d -> ...", eps=found.spec.eps)
+    assert found.spec.eps == pytest.approx(1e-3, rel=1e-5)
+    assert found.name.endswith(", on JAX float32")
+    assert "it was called with JAX arrays of float32, as it is a function of these" in found.notes
