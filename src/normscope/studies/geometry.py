@@ -2,96 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from math import cos, radians, sin
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from normscope.render.charts.figure import Figure, number
-from normscope.studies import Decision, Measure, Study, Table, above, all_of, at_most
+from normscope.studies import Decision, Measure, Study, Table, Verdict, all_of, at_least, at_most
 from normscope.studies.lab import figures
 from normscope.studies.lab.study import Cell, Scale
 
 D, STEP = 8, 1e-4
-EPS = (1e-5, 1e-1)
-ANGLES = tuple(range(0, 91, 10))
-BETWEEN = {"full": 4, "quick": 2, "smoke": 1}
-"""points a decade of scale"""
+EPS = (0.0, 1e-5, 1e-1)
+"""of layer norm"""
+EPS_OF_BATCHES = (1e-5, 1e-2)
+COMPANIONS = (-1.0, -0.5, -0.2, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0)
+COPIES = (1, 3, 7)
+"""of the companion in a batch"""
+PER_DECADE = {"full": 4, "quick": 2, "smoke": 1}
+"""scales"""
 
 
 def cells(scale: Scale) -> Iterator[Cell]:
-    for angle in ANGLES:
-        yield {"part": "projection", "angle": angle}
-    for eps in EPS:
-        for k in range(-4 * BETWEEN[scale], 2 * BETWEEN[scale] + 1):
-            yield {"part": "scale", "eps": eps, "scale": float(f"{10 ** (k / BETWEEN[scale]):.4g}")}
-    for eps in (1e-5, 1e-2):
-        for b in (-1.0, -0.5, -0.2, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0):
-            yield {"part": "companion", "eps": eps, "companion": b}
+    yield {"part": "projection"}
+    for part, found in (("scale", EPS), ("companion", EPS_OF_BATCHES)):
+        for eps in found:
+            yield {"part": part, "eps": eps}
 
 
-def measure(cell: Cell, seed: int, scale: Scale) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    return PARTS[str(cell["part"])](cell, torch.randn(D, dtype=torch.float64, generator=generator))
+def measure(cell: Cell, seed: int, scale: Scale) -> Iterator[dict[str, float]]:
+    x = torch.randn(D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    eps = float(cell.get("eps") or 0)
+    if cell["part"] == "projection":
+        yield from ({"angle": angle, **projected(x, angle)} for angle in range(0, 91, 10))
+    elif cell["part"] == "scale":
+        for k in range(-4 * PER_DECADE[scale], 2 * PER_DECADE[scale] + 1):
+            t = float(f"{10 ** (k / PER_DECADE[scale]):.4g}")
+            yield {"scale": t, **scaled(x, t, eps)}
+    else:
+        for copies in COPIES:
+            for b in COMPANIONS:
+                yield {"companion": b, "copies": copies, **beside(float(x[0]), b, copies, eps)}
 
 
-def projection(cell: Cell, x: Tensor) -> dict[str, float]:
+def projected(x: Tensor, degrees: float) -> dict[str, float]:
     """How much of a step centering sees, by the angle between the step and the all-ones direction."""
     ones = torch.ones(D, dtype=torch.float64) / D**0.5
     across = x - x.mean()
     across = across / across.norm()
-    angle = np.deg2rad(float(cell["angle"] or 0))
-    step = np.cos(angle) * ones + np.sin(angle) * across
+    angle = radians(degrees)
+    step = cos(angle) * ones + sin(angle) * across
     seen = float((step - step.mean()).norm())
-    return {"length kept": seen, "formula": float(np.sin(angle)), "error": abs(seen - float(np.sin(angle)))}
+    return {"length kept": seen, "formula": sin(angle), "error": abs(seen - sin(angle))}
 
 
-def by_scale(cell: Cell, x: Tensor) -> dict[str, float]:
-    """The length of the output, and the Jacobian along three directions by central differences."""
-    eps, scale = float(cell["eps"] or 0), float(cell["scale"] or 0)
-    x = scale * (x - x.mean()) / x.std(correction=0) + 1.0
+def scaled(x: Tensor, t: float, eps: float) -> dict[str, float]:
+    """The length of the output for a deviation t, and the Jacobian along three directions by central differences."""
+    x = t * (x - x.mean()) / x.std(correction=0) + 1.0
     layer = nn.LayerNorm(D, eps=eps, elementwise_affine=False)
-    centered = x - x.mean()
-    s = float(torch.sqrt(scale**2 + torch.tensor(eps, dtype=torch.float64)))
-    ones = torch.ones(D, dtype=torch.float64)
+    centered, s = x - x.mean(), (t**2 + eps) ** 0.5
     other = torch.roll(centered, 1)
-    other = other - other.mean() - centered * (other @ centered) / (centered @ centered)
-    found = {"output length": float(layer(x).norm()), "length by formula": D**0.5 * scale / s}
-    relative = [abs(found["output length"] / found["length by formula"] - 1)]
-    expected = {"along ones": 0.0, "along x": eps / s**3, "across": 1 / s}
-    for (name, value), direction in zip(expected.items(), (ones, centered, other), strict=True):
+    other = other - centered * (other @ centered) / (centered @ centered)
+    found = {"output length": float(layer(x).norm()), "length by formula": D**0.5 * t / s}
+    errors = [abs(found["output length"] / found["length by formula"] - 1)]
+    directions = {
+        "along ones": (torch.ones_like(x), 0.0),
+        "along x": (centered, eps / s**3),
+        "across": (other, 1 / s),
+    }
+    for name, (direction, formula) in directions.items():
         u, h = direction / direction.norm(), STEP * s
         moved = (layer(x + h * u) - layer(x - h * u)) / (2 * h)
-        found[f"gain {name}"] = float(moved @ u)
-        found[f"formula {name}"] = value
-        # In units of 1/s, the largest eigenvalue: central differences cannot resolve less.
-        relative.append(float((moved - value * u).norm()) * s)
-    return {**found, "error": max(relative)}
+        found |= {f"gain {name}": float(moved @ u), f"formula {name}": formula}
+        errors.append(float((moved - formula * u).norm()) * s)  # in units of 1/s, the largest eigenvalue
+    return {**found, "sign error": float((layer(-x) + layer(x)).abs().max()), "error": max(errors)}
 
 
-def companion(cell: Cell, x: Tensor) -> dict[str, float]:
-    """Batch norm of the batch {0, b}: what the sample 0 becomes."""
-    b, eps = float(cell["companion"] or 0), float(cell["eps"] or 0)
-    shift = float(x[0])  # a common shift changes nothing, so every seed has its own
+def beside(sample: float, b: float, copies: int, eps: float) -> dict[str, float]:
+    """Batch norm of the batch {0, b, ..., b}: what the sample 0 becomes. A shift of all changes nothing."""
     layer = nn.BatchNorm1d(1, eps=eps, affine=False, track_running_stats=False)
-    first = float(layer(torch.tensor([[shift], [shift + b]], dtype=torch.float64))[0, 0])
-    formula = -b / (b**2 + 4 * eps) ** 0.5
+    batch = torch.tensor([[sample], *[[sample + b]] * copies], dtype=torch.float64)
+    first = float(layer(batch)[0, 0])
+    formula = -copies * b / (copies * b**2 + (copies + 1) ** 2 * eps) ** 0.5
     return {"first output": first, "formula": formula, "error": abs(first - formula)}
-
-
-PARTS: dict[str, Callable[[Cell, Tensor], dict[str, float]]] = {
-    "projection": projection,
-    "scale": by_scale,
-    "companion": companion,
-}
 
 
 # What is decided ----------------------------------------------------------------------------------------
 
 
-def one_direction(table: Table) -> Any:
+def one_direction(table: Table) -> Verdict:
     found = table.where(part="projection")
     return all_of(
         formula=at_most(found.values("error"), 1e-12),
@@ -99,32 +99,44 @@ def one_direction(table: Table) -> Any:
     )
 
 
-def jacobian(table: Table) -> Any:
+def jacobian(table: Table) -> Verdict:
+    """Central differences: the step squared is 1e-8, and rounding at the smallest scale 2e-16 / 1e-8."""
     return at_most(table.where(part="scale").values("error"), 1e-6)
 
 
-def variance_is_below_one(table: Table) -> Any:
-    """By how much the squared length misses d, at the smallest scale and the smallest eps."""
-    low = table.where(part="scale", eps=EPS[0], scale=1e-4)
-    rows = [{**row, "missing": 1 - row["output length"] ** 2 / D} for row in low.rows]
-    return above(Table(rows).interval("missing"), 0.5)
+def variance_is_below_one(table: Table) -> Verdict:
+    small = table.where(part="scale", eps=1e-5, scale=1e-4)
+    return at_most([length**2 / D for length in small.values("output length")], 0.01)
 
 
-def radial(table: Table) -> Any:
-    """At eps above 0 the gain along x is above 0, and falls far below the others where the scale is large."""
-    part = table.where(part="scale", eps=EPS[1])
+def scale_invariance(table: Table) -> Verdict:
+    part = table.where(part="scale")
+    lengths = {eps: part.where(eps=eps).values("output length") for eps in (0.0, 1e-1)}
     return all_of(
-        seen=above(part.interval("gain along x", scale=0.1), 1e-3),
-        faint=at_most(part.where(scale=100.0).values("gain along x"), 1e-4),
+        spread_at_eps_0=at_most([max(lengths[0.0]) / min(lengths[0.0]) - 1], 1e-9),
+        spread_above_0=at_least([max(lengths[1e-1]) / min(lengths[1e-1]) - 1], 1.0),
+        negative_flips=at_most(part.values("sign error"), 1e-9),
     )
 
 
-def flips(table: Table) -> Any:
+def radial(table: Table) -> Verdict:
+    part = table.where(part="scale")
+    return all_of(
+        lost_at_eps_0=at_most(
+            [abs(gain) for gain in part.where(eps=0.0, scale=1.0).values("gain along x")], 1e-6
+        ),
+        seen_above_0=at_least(part.where(eps=1e-1, scale=0.1).values("gain along x"), 1.0),
+        faint_where_large=at_most(part.where(eps=1e-1, scale=100.0).values("gain along x"), 1e-6),
+    )
+
+
+def flips(table: Table) -> Verdict:
     part = table.where(part="companion", eps=1e-5)
     return all_of(
         formula=at_most(table.where(part="companion").values("error"), 1e-9),
-        to_the_right=at_most(part.where(companion=1.0).values("first output"), -0.9),
-        to_the_left=above(part.interval("first output", companion=-1.0), 0.9),
+        to_the_right=at_most(part.where(companion=1.0, copies=1).values("first output"), -0.99),
+        to_the_left=at_least(part.where(companion=-1.0, copies=1).values("first output"), 0.99),
+        seven_copies_push_further=at_most(part.where(companion=1.0, copies=7).values("first output"), -2.6),
     )
 
 
@@ -147,12 +159,11 @@ def draw_projection(table: Table) -> Figure:
 
 
 def draw_length(table: Table) -> Figure:
-    found = table.where(part="scale")
     return figures.lines(
-        found,
+        table.where(part="scale"),
         "output-length",
         "eps decides which scales are seen",
-        f"Length of the output of layer norm for inputs of {D} numbers with this standard deviation, two eps: points "
+        f"Length of the output of layer norm for inputs of {D} numbers with this standard deviation, by eps: points "
         f"measured, lines sqrt(d) t / sqrt(t^2 + eps). The sphere has the radius sqrt({D}) = {number(D**0.5)}.",
         x="scale",
         y="output length",
@@ -165,7 +176,7 @@ def draw_length(table: Table) -> Figure:
 
 
 def draw_jacobian(table: Table) -> Figure:
-    part = table.where(part="scale", eps=EPS[1])
+    part = table.where(part="scale", eps=EPS[2])
     names = {"along x": "along x: eps/s^3", "across": "across: 1/s"}
     rows = [
         {
@@ -183,7 +194,7 @@ def draw_jacobian(table: Table) -> Figure:
         Table(rows),
         "jacobian",
         "What a small step becomes",
-        f"Gain of a small step at eps {EPS[1]:g} by its direction: points central differences, lines the formulas. "
+        f"Gain of a small step at eps {EPS[2]:g} by its direction: points central differences, lines the formulas. "
         f"Along the all-ones direction it is 0 (largest measured: {number(ones)}) and has no place on these axes.",
         x="scale",
         y="gain",
@@ -202,11 +213,13 @@ def draw_companion(table: Table) -> Figure:
         found,
         "companion",
         "A companion flips the sign",
-        "Batch norm of the batch {0, b}: the output of the sample 0, for two eps. Points measured, lines "
-        f"-b / sqrt(b^2 + 4 eps). Largest distance {number(max(found.values('error')))}.",
+        "Batch norm of the batch {0, b, ..., b} with so many copies of b: the output of the sample 0, for two eps. "
+        "Points measured, lines -n b / sqrt(n b^2 + (n + 1)^2 eps). Largest distance "
+        f"{number(max(found.values('error')))}.",
         x="companion",
         y="first output",
-        by="eps",
+        by="copies",
+        panel="eps",
         formula="formula",
         x_title="companion b",
         y_title="output of the sample 0",
@@ -217,7 +230,7 @@ STUDY = Study(
     name="geometry",
     title="The geometry of normalization",
     question="What does normalization do to a vector and to small changes of it?",
-    intervention="the direction of a step, the scale of the input, and the companion in a batch of two, each by itself",
+    intervention="the direction of a step, the scale of the input, and a sample's companion, each by itself",
     held_fixed="the map: torch.nn.LayerNorm and BatchNorm1d in float64, without gain and bias; for a seed, the "
     "direction of x",
     method="Random vectors of 8 numbers, a new one for each seed. Gains are central differences through PyTorch's "
@@ -240,20 +253,31 @@ STUDY = Study(
         Decision("jacobian", "The Jacobian has the gains 0, eps/s^3 and 1/s.", jacobian, (5, 6)),
         Decision(
             "variance",
-            "The output's variance is not 1 where the input is small beside eps.",
+            "The output's variance is below 0.01 for inputs of deviation 1e-4 at eps 1e-5.",
             variance_is_below_one,
             (2, 5),
         ),
         Decision(
+            "scale",
+            "At eps 0 the output's length is the same at any scale, above 0 not; a negative scale flips the sign.",
+            scale_invariance,
+            (5,),
+        ),
+        Decision(
             "radial",
-            "At eps above 0 the radial direction is seen, and faint where the scale is large.",
+            "The radial direction is lost at eps 0; above 0 it is seen, and faint where the scale is large.",
             radial,
             (6,),
         ),
-        Decision("flips", "A companion's sign flips the output of a sample.", flips, (7,)),
+        Decision(
+            "flips",
+            "A companion's sign flips the output of a sample, and copies of it push the output further.",
+            flips,
+            (7,),
+        ),
     ),
     figures=(draw_projection, draw_length, draw_jacobian, draw_companion),
-    change="EPS holds the two eps, cells the scales and angles, D the size of a vector.",
+    change="EPS holds the eps, COMPANIONS and COPIES the batches, D is the size of a vector.",
     limits="The isolated map, not a network: what a network does with a direction that one layer cannot see is another "
     "question.",
 )

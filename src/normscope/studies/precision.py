@@ -162,7 +162,7 @@ def storing_loses(table: Table) -> Verdict:
 def rms_is_spared(table: Table) -> Verdict:
     return all_of(
         **{
-            name.lower().replace(" ", "_"): at_most(of(table, name, "roundings", ["rms"]), 8)
+            name: at_most(of(table, name, "roundings", ["rms"]), 8)
             for name in (PYTORCH, OURS, ONE_PASS, TWO_PASS)
         }
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +36,13 @@ def write_page(results: Results, out: Path) -> None:
 
 def html(told: dict[str, Any]) -> str:
     """The page of these sections: self-contained, and it reads without a script."""
-    from markupsafe import Markup
-
-    from normscope.render import page
+    from normscope.render.charts import PALETTE
+    from normscope.render.shell import environment, head
     from normscope.studies.lab.figures import SERIES
 
-    dark = "".join(
-        f'  svg [{paint}="{light}"] {{ {paint}: {dark}; }}\n'
-        for light, dark in SERIES
-        for paint in ("fill", "stroke")
-    )
-    text = (files("normscope.studies.lab") / "templates" / "study.html").read_text(encoding="utf-8")
+    colours = {**dict(PALETTE.values()), **dict(SERIES)}
     return (
-        page._environment()
-        .from_string(text)
-        .render(
-            **told,
-            style=Markup(f"{page._style()}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"),
-            script=Markup(page._text("page.js")),
-            policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {page._allowed()}",
-        )
+        environment("normscope.studies.lab")
+        .get_template("study.html")
+        .render(**told, **head(colours.items()))
     )

@@ -38,7 +38,7 @@ class Told:
 
     @property
     def numbers(self) -> list[tuple[str, str]]:
-        return [(name.replace("_", " "), number(value)) for name, value in self.verdict.numbers.items()]
+        return [(name, number(value)) for name, value in self.verdict.numbers.items()]
 
 
 @dataclass(frozen=True)

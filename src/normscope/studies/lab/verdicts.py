@@ -85,9 +85,10 @@ def all_of(**parts: Verdict) -> Verdict:
     >>> both.verdict, both.numbers["high: largest"]
     ('does not hold', 3.0)
     """
+    parts = {name.replace("_", " "): part for name, part in parts.items()}
     words = [part.verdict for part in parts.values()]
     word = _word(bool(words) and all(w == "holds" for w in words), "does not hold" in words)
-    rule = "; ".join(f"{name.replace('_', ' ')}: {part.rule}" for name, part in parts.items())
+    rule = "; ".join(f"{name}: {part.rule}" for name, part in parts.items())
     numbers = {f"{name}: {key}": value for name, part in parts.items() for key, value in part.numbers.items()}
     return Verdict(word, rule, numbers)
 
