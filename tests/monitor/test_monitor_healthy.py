@@ -104,22 +104,3 @@ def test_nothing_is_found(
     assert report.findings == ()
     assert not [entry for entry in report.not_run if "internal error" in entry.reason]
     assert not [note for note in report.notes if "could not" in note]
-
-
-def test_a_norm_written_by_hand_is_said_to_be_unwatched() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("running_mean", torch.zeros(4))
-            self.register_buffer("running_var", torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x - self.running_mean) / (self.running_var + 1e-5).sqrt()
-
-    model = nn.Sequential(nn.Linear(4, 4), Own())
-    with Monitor(model) as monitor:
-        model(torch.randn(8, 4)).sum().backward()
-    assert monitor.report().notes[-1] == (
-        "written by hand, which a monitor does not identify and so does not measure: 1. "
-        "normscope.check(model, inputs) on a batch does"
-    )

@@ -97,7 +97,7 @@ def _found(site: Site, known: dict[Any, Known]) -> Known | str:
     shape = site.calls[0].shape
     try:
         module, key = _finite(site.module), _structure(site.module, shape)
-        if key in known and _still(module, known[key], _probing_shapes(module, shape)[0]):
+        if key in known and _still(module, known[key], probing_shapes(module, shape)[0]):
             return known[key]
         found = _identified(module, shape)
     except (NormscopeError, ValueError) as error:
@@ -122,7 +122,7 @@ def _finite(module: nn.Module) -> nn.Module:
 
 def _identified(module: nn.Module, shape: tuple[int, ...]) -> Known | str:
     reason = ""
-    for probed in _probing_shapes(module, shape):
+    for probed in probing_shapes(module, shape):
         try:
             answer = identify_module(module, torch.zeros(probed), _layout(module, probed), training=False)
         except ModelError as error:
@@ -179,7 +179,7 @@ def _values(
     return found
 
 
-def _probing_shapes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def probing_shapes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Small inputs first: sizes that no tensor of the module has are cut; then only the samples; then as recorded."""
     fixed = {size for tensor in tensors_of(module).values() for size in tensor.shape if size > 1}
     if not fixed and len(shape) > 1:

@@ -107,11 +107,17 @@ def _unread_sites(names: ModuleNames, sites: dict[str, Site]) -> dict[str, Site]
         path = names.path(module) or ""
         buffers = {name for name, _ in module.named_buffers(recurse=False)}
         if path not in sites and {"running_mean", "running_var"} <= buffers:
-            found[path] = Site(
-                path, path, "hand-written", _type_name(module), module,
-                aliases=names.aliases(module), reason=UNIDENTIFIED, tensors=_state(module),
-            )  # fmt: skip
+            found[path] = written_site(module, names)
     return found
+
+
+def written_site(module: torch.nn.Module, names: ModuleNames) -> Site:
+    """The site of a module that no reader knows."""
+    path = names.path(module) or ""
+    return Site(
+        path, path, "hand-written", _type_name(module), module,
+        aliases=names.aliases(module), reason=UNIDENTIFIED, tensors=_state(module),
+    )  # fmt: skip
 
 
 def _flags(session: Session, call: str) -> dict[str, bool]:

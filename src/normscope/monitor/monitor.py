@@ -18,7 +18,6 @@ from normscope.doctor.report import Finding, Report
 from normscope.doctor.session import Session
 from normscope.doctor.tracing.calls import MASKED
 from normscope.doctor.tracing.paths import ModuleNames
-from normscope.doctor.tracing.readings import Readings
 from normscope.errors import BadInput, NormscopeError, told
 from normscope.monitor import verdict
 from normscope.monitor.given import optimizers, refuse_shards, roots, strangers
@@ -28,8 +27,10 @@ from normscope.monitor.ranks import Ranks, process_group
 from normscope.monitor.records import counters, record, watches
 from normscope.monitor.site_look import SiteLook
 from normscope.monitor.watch import Hook, in_backward, out_of_sight
+from normscope.monitor.written import Unread, Written
 
 if TYPE_CHECKING:
+    from normscope.doctor.site import Site
     from normscope.monitor.verdict import Judged
 
 _NUMBERS = count()
@@ -41,7 +42,8 @@ class Monitor:
     At every step, one hook a norm that keeps statistics counts its updates: by the training forward, by recomputation,
     without gradients, in eval. At the first step and every ``every`` steps a look is taken: statistics of the batch
     against the stored ones, denominators against eps, gains and their gradients; and the doctor's rules are applied
-    (NS2xx, NS3xx and NS4xx as far as a training decides them). Nothing is changed: the same bits are trained with a
+    (NS2xx, NS3xx and NS4xx as far as a training decides them). Norms written by hand are identified once, on copies,
+    after the first look. Nothing is changed: the same bits are trained with a
     monitor as without one, and after ``stop()`` no hook is left.
 
     Args:
@@ -122,6 +124,7 @@ class Monitor:
         self._trained = self._told_of_batches = False
         self._forwards = self._forwards_before = self._looks = 0
         self._look: Look | None = None
+        self._unread: Unread | None = None
         self._news = News(self._on_finding, None, None)
         self._measured: dict[str, Any] = {}
         self._reasons: dict[str, str] = {}
@@ -148,14 +151,15 @@ class Monitor:
         with Session(self._model) as session:
             self._modes = verdict.Modes(session, several=self._several)
         self._names = ModuleNames(self._modes.model)
-        self._readings = Readings()
+        self._readings = self._names.readings
+        self._written = Written(self._names)
         world, rank, store = (
             there if given is None else given
             for given, there in zip(self._group, process_group(), strict=True)
         )
         # the n-th monitors of all ranks belong together; a store of the user's own is theirs alone
         self._ranks = Ranks(world, rank, store, next(_NUMBERS) if self._group[2] is None else 0)
-        subject = verdict.subject_of(self._modes, **self._settings)
+        subject = verdict.subject_of(self._modes, self._written, **self._settings)
         self._watches, unseen = watches(subject.sites, self._names)
         if unseen:
             self._notes.append(f"{', '.join(unseen)}: scripted, takes no hooks and is not watched")
@@ -185,6 +189,9 @@ class Monitor:
         if self._look is not None:
             self._look.close()  # an unfinished step: nothing is concluded from it
             self._look = None
+        if self._unread is not None:
+            self._unread.close()
+            self._unread = None
         while self._handles:
             self._handles[-1].remove()
             self._handles.pop()
@@ -263,19 +270,38 @@ class Monitor:
                 look.close()
                 self._look = None
             self._looked(look)
-        if self.steps % self.every == 0:
+        found = self._identified()
+        if found or self.steps % self.every == 0:  # what was found is measured at once
             self._begin_look()
 
     # -- looks ---------------------------------------------------------------------------------------------
 
     def _begin_look(self) -> None:
         with self._surviving("no look was begun"), uninterrupted():
-            subject = verdict.subject_of(self._modes, **self._settings)
+            subject = verdict.subject_of(self._modes, self._written, **self._settings)
             self._counters = counters(self._watches)
             costly = self._looks % self.COSTLY_EVERY == 0
             witnesses = {name: watch.witness for name, watch in self._watches.items()}
             self._look = Look(self.steps + 1, subject, self._readings, witnesses, costly=costly)
+            if not self._looks:
+                self._unread = Unread(self._names, subject.sites)
             self._looks += 1
+
+    def _identified(self) -> bool:
+        """After the first look: whether norms written by hand are measured from here on."""
+        if self._unread is None:
+            return False
+        unread, self._unread = self._unread, None
+        found: list[Site] = []
+        with self._surviving("norms written by hand were not identified"), uninterrupted():
+            unread.close()
+            sites = verdict.subject_of(self._modes, self._written, **self._settings).sites
+            found = self._written.identify(unread, sites, self._modes.model)
+            for watch in watches(found, self._names, self._written.tensors)[0].values():
+                if watch.name not in self._watches:
+                    self._watches[watch.name] = watch
+                    self._handles += watch.hooks()
+        return bool(found)
 
     def _looked(self, look: Look) -> None:
         self.looks.update(look.sites)
@@ -302,7 +328,7 @@ class Monitor:
             self._note([f"after step {self.steps} {what}: {told(error)}"])
 
     def _judge(self, look: Look | None = None, *, settled: bool = False) -> Judged:
-        subject = verdict.subject_of(self._modes, **self._settings)
+        subject = verdict.subject_of(self._modes, self._written, **self._settings)
         if look is not None:
             reasons = look.finish(subject)
             for name in subject.measured:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,15 @@ if TYPE_CHECKING:
     from normscope.monitor.site_look import SiteLook
 
 
-def watches(sites: Iterable[Site], names: ModuleNames) -> tuple[dict[str, Watch], list[str]]:
-    """A watch for each module that keeps statistics, and the names of those that take no hooks."""
+def watches(
+    sites: Iterable[Site],
+    names: ModuleNames,
+    held: Callable[[Site], Callable[[], Mapping[str, torch.Tensor]]] | None = None,
+) -> tuple[dict[str, Watch], list[str]]:
+    """A watch for each module that keeps statistics, and the names of those that take no hooks.
+
+    ``held``: what a site stores, under the usual names, where only identification tells.
+    """
     found, unseen = {}, []
     for site in sites:
         module = site.module or names.modules.get(id(_at(names, site.path)))
@@ -30,7 +37,9 @@ def watches(sites: Iterable[Site], names: ModuleNames) -> tuple[dict[str, Watch]
         if isinstance(module, torch.jit.ScriptModule):
             unseen.append(site.name)
             continue
-        found[site.name] = Watch(site.name, module, _updates(module), _witness(site, names))
+        found[site.name] = Watch(
+            site.name, module, _updates(module), _witness(site, names), held and held(site)
+        )
     return found, unseen
 
 

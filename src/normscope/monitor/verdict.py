@@ -14,7 +14,6 @@ from normscope.doctor.probes.stored import Stored
 from normscope.doctor.report import Finding, NotRun, Report, severity_rank
 from normscope.doctor.sites import find_sites
 from normscope.doctor.subject import Subject
-from normscope.doctor.wording import listed
 from normscope.errors import told
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from normscope.doctor.rules import Rule
     from normscope.doctor.session import Session
     from normscope.doctor.site import Site
+    from normscope.monitor.written import Written
 
     Judged = tuple[list[Finding], list[str], list[NotRun], list[Site]]
     """findings, codes that passed, what was not run, sites"""
@@ -85,10 +85,10 @@ def left_to_a_check(select: Sequence[str] | None, ignore: Sequence[str] | None) 
     )
 
 
-def subject_of(modes: Modes, **settings: Any) -> Subject:
+def subject_of(modes: Modes, written: Written, **settings: Any) -> Subject:
     """The model as it is now. It has data, that of the training."""
     session = cast("Session", modes)
-    return Subject(modes.model, session, find_sites(session), args=(), **settings)
+    return Subject(modes.model, session, written.among(find_sites(session), modes), args=(), **settings)
 
 
 def verdict(
@@ -124,13 +124,10 @@ def report_of(
     """The report of a training; findings of ``earlier`` whose rule is silent now become a note."""
     found, passed, not_run, sites = judged
     codes = {finding.code for finding in found}
-    unknown = [
-        site.name or "the model" for site in sites if site.kind == "hand-written" and site.spec is None
+    unknown = [site for site in sites if site.kind == "hand-written" and site.spec is None]
+    by_hand = [
+        f"{site.name or 'the model'} ({site.type_name}) was not measured: {site.reason}" for site in unknown
     ]
-    by_hand = (
-        f"written by hand, which a monitor does not identify and so does not measure: {listed(unknown)}. "
-        "normscope.check(model, inputs) on a batch does"
-    )
     gone = dict.fromkeys(f"{f.code} at {f.site or 'the model'}" for f in earlier if f.code not in codes)
     return Report(
         findings=tuple(sorted(found, key=lambda f: (-severity_rank(f.severity), f.code))),
@@ -139,7 +136,7 @@ def report_of(
         not_run=(*not_run, *elsewhere),
         notes=(
             *notes,
-            *([by_hand] if unknown else []),
+            *by_hand,
             *([f"was found earlier and no longer holds: {', '.join(gone)}"] if gone else []),
         ),
         target=f"training of {type(model).__name__}",

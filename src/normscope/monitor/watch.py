@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -86,15 +86,22 @@ class Watch:
         module: it, with ``running_mean`` or ``running_var``.
         updates: in which of "train" and "eval" a forward moves the statistics, as far as that is known.
         witness: parameters that tell whether the weights move.
+        held: what the module stores, under the usual names; None where its attributes or a reader tell.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, updates: tuple[str, ...], witness: Sequence[Tensor]
+        self,
+        name: str,
+        module: nn.Module,
+        updates: tuple[str, ...],
+        witness: Sequence[Tensor],
+        held: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.name, self.module = name, module
         self._in_train, self._in_eval = "train" in updates, "eval" in updates
         self._cumulative = _momentum(module) is None
         self.witness = list(witness)
+        self._held = held
         self._weights: list[Tensor] | None = None
         self.steps: deque[Step] = deque(maxlen=REMEMBERED)
         self.whole = 0  # steps that updated it
@@ -139,7 +146,7 @@ class Watch:
 
     def _suspect(self, module: nn.Module) -> None:
         """A pass that should not move the statistics: what they are before it, to compare with what they are after."""
-        now = _values(module)
+        now = self._values()
         if self._first is None:
             self._first = now
             reset = self.total_with_grad > 0 and not bool(now[0].any()) and bool((now[1] == 1).all())
@@ -154,12 +161,12 @@ class Watch:
         if before is None:
             return
         if self._compared < CHECKED:
-            after = _values(self.module)
+            after = self._values()
             self._compared += 1
             self._moved += not (torch.equal(before[0], after[0]) and torch.equal(before[1], after[1]))
         if not self._moved:
             return
-        self._last = _values(self.module)
+        self._last = self._values()
         if self._recalibrating:
             self.recalibrated += 1
         elif self.module.training:
@@ -217,6 +224,17 @@ class Watch:
         pairs = zip(self._weights, self.witness, strict=True)
         return any(not torch.equal(before, now.detach().to(before)) for before, now in pairs)
 
+    def _values(self) -> tuple[Tensor, Tensor]:
+        module = self.module
+        mean, var = getattr(module, "running_mean", None), getattr(module, "running_var", None)
+        if self._held is not None or (mean is None and var is None):
+            # it says itself what it stores under other names, or that was found out
+            held = self._held() if self._held is not None else read(module).tensors
+            mean, var = held.get("running_mean"), held.get("running_var")
+        mean = torch.zeros_like(var) if mean is None else mean  # type: ignore[arg-type]
+        var = torch.ones_like(mean) if var is None else var
+        return mean.detach().clone(), var.detach().clone()
+
 
 def distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], eps: float) -> tuple[float, float]:
     """Root mean square of the shift of the means in units of the denominator, and the largest |log ratio| of
@@ -236,16 +254,6 @@ def distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], eps: floa
     shift = ((mean_now - mean)[live].square() / (var[live] + eps)).mean().sqrt()
     ratio = ((var_now[live] + eps) / (var[live] + eps)).log().abs().max()
     return float(shift), float(ratio)
-
-
-def _values(module: nn.Module) -> tuple[Tensor, Tensor]:
-    mean, var = getattr(module, "running_mean", None), getattr(module, "running_var", None)
-    if mean is None and var is None:  # the module says itself what it stores, under other names
-        held = read(module).tensors
-        mean, var = held.get("running_mean"), held.get("running_var")
-    mean = torch.zeros_like(var) if mean is None else mean  # type: ignore[arg-type]
-    var = torch.ones_like(mean) if var is None else var
-    return mean.detach().clone(), var.detach().clone()
 
 
 def _momentum(module: nn.Module) -> float | None:
