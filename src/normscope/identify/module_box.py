@@ -211,25 +211,6 @@ class ModuleBox:
                 memo[id(tensor)] = nn.Parameter(value, requires_grad=False) if parameter else value
         return copy_of(self.module, memo, owners=True)
 
-    def other_inputs_that_act(self) -> list[str]:
-        """Further floating inputs of the call that the output depends on."""
-        x = np.random.default_rng(61).standard_normal(self.shape)
-        start, found = self(x), []
-        passed: list[tuple[int | str, Any]] = [*enumerate(self.call.args), *self.call.kwargs.items()]
-        for place, value in passed:
-            if (
-                place == self.call.place
-                or not isinstance(value, torch.Tensor)
-                or not value.is_floating_point()
-            ):
-                continue
-            other = replace(self.call, place=place)
-            args, kwargs = other.with_input(value * 1.5 + 0.25)
-            moved = replace(self, call=Call(args, kwargs, self.call.place))
-            if not np.array_equal(moved(x), start, equal_nan=True):
-                found.append(f"input {place}")
-        return found
-
     def with_shape(self, shape: tuple[int, ...]) -> ModuleBox:
         """The same with an example of another shape."""
         args, kwargs = self.call.with_input(torch.zeros(shape, dtype=self.dtype))

@@ -17,6 +17,7 @@ from normscope.errors import BadInput, ModelError, told
 from normscope.identify.as_stated import as_stated
 from normscope.identify.box import box_of, shape_of
 from normscope.identify.constant_input import gradient_at_constant
+from normscope.identify.given_affine import given_affine
 from normscope.identify.identification import identify_box
 from normscope.identify.masks import mask_argument, probe_mask, with_everything_valid
 from normscope.identify.module_box import ModuleBox, box_of_module, call_of
@@ -124,7 +125,13 @@ def _identified(module: nn.Module, example: Any, layout: str | None, training: b
         reason = f"{said}; {checked.contradiction}" if said else checked.contradiction
         evidence = (*whole.evidence, checked.evidence)
         return _opaque(answer, here, layout, reason, evidence)
-    return _finished(answer, whole, here, module, training, checked)
+    found = _finished(answer, whole, here, module, training, checked)
+    assert found.spec is not None
+    given = given_affine(here_box, found.spec, found.weight, found.bias, layout)
+    if given is None:
+        return found
+    notes = (*found.notes, given.note)
+    return replace(found, spec=given.spec, weight=given.weight, bias=given.bias, notes=notes)
 
 
 def _other_mode(box: ModuleBox, here: InMode, layout: str | None) -> tuple[InMode | None, str]:
@@ -202,14 +209,10 @@ def _opaque(
     if bare.spec is None:
         return replace(answer, reason=reason, evidence=evidence)
     mode = "batch" if bare.spec.properties(here.box.shape).couples_samples else "input"
-    if other := here.box.other_inputs_that_act():
-        spec = bare.spec.replace(source="input")
-        notes = (
-            *answer.notes,
-            *bare.notes,
-            f"its gain and bias follow {' and '.join(other)}, at the values of the example",
-        )
-        return replace(bare, spec=spec, name=answer.name, mode=mode, notes=notes)
+    if given := given_affine(here.box, bare.spec, bare.weight, bare.bias, layout):
+        notes = (*answer.notes, *bare.notes, given.note)
+        found = replace(bare, spec=given.spec, weight=given.weight, bias=given.bias)
+        return replace(found, name=answer.name, mode=mode, notes=notes)
     if names := _made_of(here):
         tensors = f"several tensors: {names}" if "," in names else f"one tensor, {names}"
         notes = (*answer.notes, *bare.notes, f"its gain and bias are made of {tensors}")
