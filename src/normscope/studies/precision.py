@@ -21,10 +21,10 @@ from normscope.studies.lab.study import Cell, Scale
 EPS, DEVIATION = 1e-5, 1 / 32
 """the deviation is small, so that a mean of a million deviations still fits float16"""
 GROUPS = 4
+KAPPAS = (1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 IMAGES = {"full": (8, 32, 16, 16), "quick": (8, 16, 12, 12), "smoke": (4, 8, 6, 6)}
 TOKENS = {"full": (64, 768), "quick": (32, 256), "smoke": (8, 64)}
-PER_DECADE = {"full": 2, "quick": 1, "smoke": 1}
 LAYOUTS = {
     "batch": ("contiguous", "channels last"),
     "instance": ("contiguous", "channels last"),
@@ -59,8 +59,7 @@ def measure(cell: Cell, seed: int, scale: Scale) -> Iterator[dict[str, Any]]:
     norm, layout, dtype = (str(cell[key]) for key in ("norm", "layout", "dtype"))
     shape = TOKENS[scale] if norm in ("layer", "rms") else IMAGES[scale]
     noise = np.random.default_rng(seed).standard_normal(shape)
-    for k in range(6 * PER_DECADE[scale] + 1):
-        kappa = 10 ** (k / PER_DECADE[scale])
+    for kappa in KAPPAS:
         exact = DEVIATION * (kappa + noise)
         x = placed(torch.from_numpy(exact).to(DTYPES[dtype]), layout)
         right = reference.forward(x.double().numpy(), normscope.spec_of(SPECS[norm]))
@@ -73,7 +72,7 @@ def measure(cell: Cell, seed: int, scale: Scale) -> Iterator[dict[str, Any]]:
         }
         for name, output in outputs.items():
             truth = reference.forward(exact, normscope.spec_of(SPECS[norm])) if name == STORING else right
-            yield {"kappa": float(f"{kappa:.4g}"), "implementation": name, **errors(output, truth)}
+            yield {"kappa": kappa, "implementation": name, **errors(output, truth)}
 
 
 def errors(output: Tensor, truth: Any) -> dict[str, float]:
@@ -174,7 +173,7 @@ def remarks(table: Table) -> Iterator[str]:
         good = [k for k in part.distinct("kappa") if max(part.where(kappa=k).values("error")) <= 0.01]
         yield (
             f"PyTorch's {fixed['norm']} norm, {fixed['layout']}, float32: the largest error is at most 0.01 standard "
-            f"deviations up to kappa {max(good):g}."
+            f"deviations up to kappa {max(good):,.0f}."
             if good
             else f"PyTorch's {fixed['norm']} norm, {fixed['layout']}, float32: the error is above 0.01 at any kappa."
         )

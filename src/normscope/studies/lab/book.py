@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from normscope.studies.lab.results import Results, to_json
-from normscope.studies.lab.telling import SYMBOLS, sections
+from normscope.studies.lab.telling import sections
 
+COUNTED = {"holds": "held", "does not hold": "did not", "undecided": "undecided"}
 GALLERY = """# Studies
 
 Each study declares its question, the single property that it varies and the rules that decide before it runs. Its page
@@ -48,7 +49,7 @@ def write_gallery(folder: Path) -> Path:
     for file in sorted(folder.glob("*/results.json")):
         told = json.loads(file.read_text(encoding="utf-8"))
         words = [decision["verdict"] for decision in told["decisions"]]
-        counts = ", ".join(f"{words.count(word)} {word}" for word in SYMBOLS if word in words)
+        counts = ", ".join(f"{words.count(word)} {told}" for word, told in COUNTED.items() if word in words)
         study = told["study"]
         rows.append(f"| [{study['title']}]({study['name']}.md) | {study['question']} | {counts} |")
     table = "\n".join(["| study | question | declared statements |", "|---|---|---|", *rows])

@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normscope.studies.lab.intervals import CONFIDENCE, RESAMPLES
+from normscope.studies.lab.intervals import CONFIDENCE, RESAMPLES, Interval
 from normscope.studies.lab.study import Scale, Study
 from normscope.studies.lab.table import Table
 from normscope.studies.lab.verdicts import Verdict
@@ -70,7 +70,8 @@ class Results:
         lines = [f"{self.study.title} ({self.scale}, {self.seeds} seeds, {len(self.table.rows)} rows)"]
         for decision in self.study.decisions:
             found = self.decided[decision.key]
-            lines += [f"  {found.verdict}: {decision.statement}", f"    {told_numbers(found)}"]
+            numbers = "; ".join(f"{name} {value}" for name, value in told_numbers(found))
+            lines += [f"  {found.verdict}: {decision.statement}", f"    {numbers}"]
         return "\n".join(lines)
 
 
@@ -127,12 +128,19 @@ def to_json(results: Results) -> str:
     return json.dumps(_strict(results.to_dict()), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def told_numbers(verdict: Verdict) -> str:
-    """The numbers of a verdict on one line."""
-    return "; ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in verdict.numbers.items()
-    )
+def told_numbers(verdict: Verdict) -> list[tuple[str, str]]:
+    """The numbers of a verdict for people, without those that its rule says already."""
+    found = verdict.numbers.items()
+    return [(name, number(value)) for name, value in found if name.split(": ")[-1] not in ("bound", "of")]
+
+
+def number(value: float | Interval) -> str:
+    """For people: four digits.
+
+    >>> number(0.123456), number(Interval(1.0, 0.5, 1.5, 3))
+    ('0.1235', '1 [0.5, 1.5]')
+    """
+    return str(value) if isinstance(value, (Interval, int)) else f"{value:.4g}"
 
 
 def _strict(value: Any) -> Any:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from normscope.render.charts import Figure
-from normscope.studies.lab.intervals import Interval
-from normscope.studies.lab.results import Results
+from normscope.studies.lab.results import Results, told_numbers
 from normscope.studies.lab.study import Decision
 from normscope.studies.lab.verdicts import Verdict
 
@@ -38,7 +37,7 @@ class Told:
 
     @property
     def numbers(self) -> list[tuple[str, str]]:
-        return [(name, number(value)) for name, value in self.verdict.numbers.items()]
+        return told_numbers(self.verdict)
 
 
 @dataclass(frozen=True)
@@ -90,15 +89,6 @@ def caution(seeds: int) -> str:
         f"Intervals are 95 % percentile bootstrap over {seeds} seeds. They cannot reach beyond the smallest and the "
         f"largest of the {seeds}, which hold the true median between them in {1 - 0.5 ** (seeds - 1):.1%} of cases."
     )
-
-
-def number(value: float | Interval) -> str:
-    """For people: four digits.
-
-    >>> number(0.123456), number(Interval(1.0, 0.5, 1.5, 3))
-    ('0.1235', '1 [0.5, 1.5]')
-    """
-    return str(value) if isinstance(value, (Interval, int)) else f"{value:.4g}"
 
 
 def drawn(figure: Figure) -> Drawn:

@@ -62,7 +62,7 @@ def at_most(values: Sequence[float], bound: float) -> Verdict:
     largest = max(values) if known else float("nan")
     word = _word(known and largest <= bound, known and largest > bound)
     numbers = {"largest": float(largest), "bound": bound, "of": len(values)}
-    return Verdict(word, f"each of the {len(values)} values is at most {bound:g}", numbers)
+    return Verdict(word, f"{_each(values)} is at most {bound:g}", numbers)
 
 
 def at_least(values: Sequence[float], bound: float) -> Verdict:
@@ -75,7 +75,7 @@ def at_least(values: Sequence[float], bound: float) -> Verdict:
     smallest = min(values) if known else float("nan")
     word = _word(known and smallest >= bound, known and smallest < bound)
     numbers = {"smallest": float(smallest), "bound": bound, "of": len(values)}
-    return Verdict(word, f"each of the {len(values)} values is at least {bound:g}", numbers)
+    return Verdict(word, f"{_each(values)} is at least {bound:g}", numbers)
 
 
 def all_of(**parts: Verdict) -> Verdict:
@@ -91,6 +91,10 @@ def all_of(**parts: Verdict) -> Verdict:
     rule = "; ".join(f"{name}: {part.rule}" for name, part in parts.items())
     numbers = {f"{name}: {key}": value for name, part in parts.items() for key, value in part.numbers.items()}
     return Verdict(word, rule, numbers)
+
+
+def _each(values: Sequence[float]) -> str:
+    return "the value" if len(values) == 1 else f"each of the {len(values)} values"
 
 
 def _word(holds: bool, fails: bool) -> Word:
