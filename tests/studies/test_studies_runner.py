@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from normscope.errors import BadInput, ModelError
+from normscope.errors import BadInput, MissingExtra, ModelError
 from normscope.studies import Decision, Measure, Study, above, run
 from normscope.studies.lab.records import Records
 from normscope.studies.lab.runner import CELLS, RUN
@@ -234,6 +234,32 @@ def test_what_cannot_run_is_refused(arguments: dict[str, Any], message: str, tmp
     with pytest.raises(BadInput) as refused:
         table(tmp_path / "out", **arguments)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("joblib", "a study needs joblib, which is not installed: pip install 'normscope[studies]'"),
+        (
+            "vl_convert",
+            "a study needs vl-convert-python, which is not installed: pip install 'normscope[studies]'",
+        ),
+        (
+            "spikingjelly",
+            "the study toy needs spikingjelly, which is not installed: pip install 'normscope[spiking]'",
+        ),
+    ],
+)
+def test_what_is_missing_is_told_before_it_runs(
+    missing: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "normscope.studies.lab.study.find_spec", lambda name: None if name == missing else name
+    )
+    with pytest.raises(MissingExtra) as refused:
+        table(tmp_path / "out", study=study(requires=(("spikingjelly", "spiking"),)), draw=True)
+    assert str(refused.value) == message
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from normscope.errors import MissingExtra
 from normscope.studies.lab.results import Results
 
 
 def write_page(results: Results, out: Path) -> None:
-    """``index.html``, and each figure as SVG, PNG and CSV in ``figures``.
+    """``index.html``, and each figure as SVG, PNG and CSV in ``figures``."""
+    import vl_convert
 
-    Raises MissingExtra where a package that draws is not installed.
-    """
-    try:
-        import altair  # noqa: F401
-        import jinja2  # noqa: F401
-        import vl_convert
-    except ImportError as error:
-        package = error.name or "altair"
-        raise MissingExtra(package, "studies", "drawing the figures of a study") from None
     from normscope.studies.lab.telling import sections
 
     told = sections(results)

@@ -45,7 +45,7 @@ def run(
         workers: processes; as many as cores, if not given.
         scheduler: address of the cluster.
         data: folder with data sets; else ``NORMSCOPE_DATA``, then where Debian and pip put them.
-        draw: also draw the figures and the page.
+        draw: also draw the figures and the page, which needs Altair, vl-convert-python and Jinja2.
         progress: called with a word for each cell that is finished.
 
     Raises BadInput for unusable arguments and for a folder that holds another run, MissingExtra where a package is not
@@ -56,7 +56,7 @@ def run(
     from normscope.studies.lab.cell import run_cell
 
     study = studies.find(study) if isinstance(study, str) else study
-    study.require()
+    study.require(draw=draw)
     if backend not in BACKENDS:
         raise BadInput(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     count = study.seeds[scale] if seeds is None else seeds

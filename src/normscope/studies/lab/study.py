@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Scale = Literal["full", "quick", "smoke"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
 Value: TypeAlias = str | int | float | bool | None
+RUNNING, DRAWING = ("joblib", "scipy"), ("altair", "vl_convert", "jinja2")
+PACKAGES = {"vl_convert": "vl-convert-python"}
 Cell: TypeAlias = Mapping[str, Value]
 Row: TypeAlias = Mapping[str, Any]
 
@@ -112,11 +114,11 @@ class Study:
                     )
         return found
 
-    def require(self) -> None:
-        """Raise MissingExtra where a package that it needs is not installed."""
-        for package in ("joblib", "scipy"):
+    def require(self, *, draw: bool) -> None:
+        """Raise MissingExtra where a package that it needs is not installed: before it runs, not behind it."""
+        for package in (*RUNNING, *(DRAWING if draw else ())):
             if find_spec(package) is None:
-                raise MissingExtra(package, "studies", "a study")
+                raise MissingExtra(PACKAGES.get(package, package), "studies", "a study")
         for package, extra in self.requires:
             if find_spec(package) is None:
                 raise MissingExtra(package, extra, f"the study {self.name}")
