@@ -37,7 +37,8 @@ def test_choices():
         (
             {"ops": ["norm"]},
             "there is no operation 'norm' to measure; known: layer_norm, rms_norm, add_rms_norm, add_layer_norm, "
-            "batch_norm_train, batch_norm_eval, group_norm, instance_norm, masked_batch_norm, td_batch_norm",
+            "batch_norm_train, batch_norm_eval, group_norm, instance_norm, masked_batch_norm, td_batch_norm, "
+            "batch_whitening, iter_norm",
         ),
         (
             {"dtypes": ["int8"]},

@@ -11,6 +11,7 @@ import torch
 from computed_cases import ALONE, COMPUTED, GIVEN, MADE, ComputedCase
 from torch import Tensor
 
+import normscope.nn as own
 from normscope import reference
 from normscope.errors import BadInput
 from normscope.reading import UnknownNormalization, read
@@ -155,6 +156,7 @@ def _fixed(model: torch.nn.Module, count: int) -> torch.nn.Module:
 def test_compiles_whole(case):
     layer = case.make()
     eager = copy.deepcopy(layer)
+    torch.compiler.reset()  # layers share code, of which a process compiles eight versions and no more
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     x, z = (case.input(torch.float32).requires_grad_() for _ in range(2))
     y, wanted = compiled(x, **case.beside(torch.float32)), eager(z, **case.beside(torch.float32))
@@ -163,6 +165,16 @@ def test_compiles_whole(case):
     wanted.sin().sum().backward()
     torch.testing.assert_close(x.grad, z.grad)
     torch.testing.assert_close(layer.state_dict(), eager.state_dict())
+
+
+def test_layers_of_other_eps_compile_one_after_the_other():
+    """A compiler that has met two numbers in one place leaves it open, and a specification is of known ones."""
+    torch.compiler.reset()
+    x, scale = torch.randn(2, 4, 5), torch.randn(2, 4)
+    for eps in (1e-5, 1e-3, 1e-2):
+        layer = own.AdaptiveGroupNorm(2, 4, eps=eps)
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x, scale=scale, shift=scale), layer(x, scale=scale, shift=scale))
 
 
 def _saved(layer: torch.nn.Module) -> torch.nn.Module:

@@ -270,6 +270,7 @@ def test_compiles_whole(case):
     """In one graph, forward and backward. (The operators under compilers proper are tested with the kernels.)"""
     layer = case.make()
     eager = copy.deepcopy(layer)
+    torch.compiler.reset()  # layers share code, of which a process compiles eight versions and no more
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     x, z = (case.input(torch.float32).requires_grad_() for _ in range(2))
     y, wanted = compiled(x), eager(z)

@@ -101,17 +101,26 @@ def caught(work: Any) -> str:
     return "no error"
 
 
-def spiking(rank: int) -> dict[str, Tensor]:
-    """``normalize(group=)`` by another specification: statistics of each time step, samples on the second axis."""
-    spec = ns.families.batch_norm_through_time(eps=1e-3, momentum=0.3)
+SPIKING = {
+    "a step's own": (ns.families.batch_norm_through_time(eps=1e-3, momentum=0.3), (2, 3)),
+    "of all steps": (ns.families.temporal_effective_batch_norm(eps=1e-3, momentum=0.3, bias=False), (3,)),
+}
+"""specifications that no layer synchronizes, and the shape of their statistics; the second has its weight elsewhere"""
+
+
+def spiking(kind: str, rank: int | None) -> dict[str, Tensor]:
+    """``normalize(group=)`` of one rank, or of all samples in one process, which are on the second axis."""
+    spec, sets = SPIKING[kind]
     x = whole("positions", torch.float64)[0].view(9, 2, 3, 7).transpose(0, 1)
-    own = torch.stack([mine(step, rank) for step in x]).requires_grad_()
-    weight = torch.linspace(0.5, 2, 6, dtype=torch.float64).view(2, 3)
-    running = RunningState(torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64))
-    y = ns.normalize(own, spec, weight, running=running, group=dist.group.WORLD)
+    own = x.contiguous() if rank is None else torch.stack([mine(step, rank) for step in x])
+    weight = torch.linspace(0.5, 2, 6, dtype=torch.float64).view(2, 3).requires_grad_()
+    state = RunningState(torch.zeros(sets, dtype=torch.float64), torch.ones(sets, dtype=torch.float64))
+    group = None if rank is None else dist.group.WORLD
+    y = ns.normalize(own.requires_grad_(), spec, weight, running=state, group=group)
     y.sin().sum().backward()
     assert own.grad is not None
-    return {"y": y.detach(), "dx": own.grad, "mean": running.mean, "var": running.var}
+    assert weight.grad is not None
+    return {"y": y.detach(), "dx": own.grad, "dw": weight.grad, "mean": state.mean, "var": state.var}
 
 
 class Recomputed(nn.Sequential):
@@ -141,7 +150,7 @@ def main(folder: Path) -> None:
     x, grad, mask = (mine(t, rank) for t in whole("positions", double))
     found = cases(rank)
     found["pair"] = step(layer(double, process_group=own), x, grad)
-    found["spiking"] = spiking(rank)
+    found |= {kind: spiking(kind, rank) for kind in SPIKING}
 
     cumulative = layer(double)
     cumulative.momentum = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import normscope.nn as own
 from normscope.errors import BadInput
@@ -63,6 +64,30 @@ def test_thresholded_linear_unit():
     y.sum().backward()
     assert x.grad.tolist() == [[[0.0, 1.0], [0.0, 1.0]]]
     assert unit.tau.grad.tolist() == [1.0, 1.0]
+
+
+def test_limits_of_the_papers():
+    """Centered, FRN is instance norm; of one position, a sign. TLU goes from the identity to ReLU, Dynamic Tanh from a
+    slope to a step.
+    """
+    x = draw(2, 3, 4, 5)
+    x = x - x.mean((2, 3), keepdim=True)
+    frn = own.FilterResponseNorm2d(3, eps=1e-5, dtype=torch.float64)
+    torch.testing.assert_close(frn(x), F.instance_norm(x), rtol=0, atol=64 * 2.0**-52)
+    frn.eps = 1e-30
+    one = x[:, :, :1, :1]
+    torch.testing.assert_close(frn(one), one.sign(), rtol=0, atol=8 * 2.0**-52)
+
+    unit = own.TLU(3, dtype=torch.float64)
+    assert torch.equal(unit(x), x.relu())
+    with torch.no_grad():
+        unit.tau.fill_(-torch.inf)
+    assert torch.equal(unit(x), x)
+
+    small, large = (own.DynamicTanh(3, False, alpha, dtype=torch.float64) for alpha in (1e-6, 1e6))
+    far = x[x.abs() > 1e-3]  # tanh(z) = z (1 - z^2 / 3 + ...), and 1 to the last bit above 20
+    torch.testing.assert_close(small(x), 1e-6 * x, rtol=1e-11, atol=0)
+    assert torch.equal(large(x)[x.abs() > 1e-3], far.sign())
 
 
 @pytest.mark.parametrize("last", [True, False])

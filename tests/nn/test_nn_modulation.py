@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -81,6 +83,40 @@ def test_film_between_a_batch_norm_and_its_activation():
     normal = nn.BatchNorm2d(3, affine=False).double()(x)
     wanted = gamma[:, :, None, None] * normal + beta[:, :, None, None]
     torch.testing.assert_close(y, wanted, rtol=0, atol=128 * 2.0**-52)
+
+
+def test_one_class_is_batch_norm():
+    """Its row of the table holds weight and bias; outputs, gradients and statistics, in both modes."""
+    table = own.ConditionalBatchNorm2d(3, classes=1, offset=0.0, dtype=torch.float64)
+    plain = own.BatchNorm2d(3, dtype=torch.float64)
+    with torch.no_grad():
+        for part, (name, seed) in zip(
+            table.modulation.weight.split(3, 1), (("weight", 1), ("bias", 2)), strict=True
+        ):
+            part.copy_(draw(1, 3, seed=seed))
+            getattr(plain, name).copy_(part[0])
+    x, z = (draw(4, 3, 5, 5).requires_grad_() for _ in range(2))
+    for training in (True, False):
+        y, wanted = table.train(training)(x, torch.zeros(4, dtype=torch.long)), plain.train(training)(z)
+        same(y, wanted)
+        y.sin().sum().backward()
+        wanted.sin().sum().backward()
+    # each a sum of 100 products of a few units
+    close = {"rtol": 0, "atol": 100 * 16 * 2.0**-52}
+    torch.testing.assert_close(x.grad, z.grad, **close)
+    row = torch.cat([plain.weight.grad, plain.bias.grad])
+    torch.testing.assert_close(table.modulation.weight.grad[0], row, **close)
+    same(table.running_mean, plain.running_mean)
+    same(table.running_var, plain.running_var)
+
+
+def test_a_style_without_one_of_its_own_is_instance_norm():
+    """Of mean 0 and variance 1 - eps; a constant style leaves sqrt(eps) of the content about it."""
+    x, layer = draw(2, 3, 4, 4), own.AdaptiveInstanceNorm(eps=1e-4)
+    unit = torch.tensor([-1.0, 1.0], dtype=torch.float64).mul(math.sqrt(1 - 1e-4)).expand(2, 3, 2)
+    normal = F.instance_norm(x, eps=1e-4)
+    same(layer(x, unit), normal)
+    same(layer(x, torch.full_like(unit, 5.0)), 5 + 1e-2 * normal)
 
 
 @pytest.mark.parametrize("correction", [0, 1])

@@ -19,10 +19,12 @@ from rank_of_synchronized import (
     SECONDS,
     SHAPES,
     SIZES,
+    SPIKING,
     WORLD,
     batches,
     layer,
     net,
+    spiking,
     step,
     train,
     whole,
@@ -118,18 +120,14 @@ def test_groups_of_two(ranks: list[dict[str, Any]]) -> None:
         held_to([rank["pair"] for rank in pair], right, 1e-12)
 
 
-def test_a_specification_that_has_no_layer(ranks: list[dict[str, Any]]) -> None:
-    spec = ns.families.batch_norm_through_time(eps=1e-3, momentum=0.3)
-    x = whole("positions", torch.float64)[0].view(9, 2, 3, 7).transpose(0, 1).contiguous().requires_grad_()
-    weight = torch.linspace(0.5, 2, 6, dtype=torch.float64).view(2, 3)
-    state = RunningState(torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64))
-    y = ns.normalize(x, spec, weight, running=state)
-    y.sin().sum().backward()
-    for name, wanted in (("y", y.detach()), ("dx", x.grad)):
-        found = torch.cat([rank["spiking"][name] for rank in ranks], 1)
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)  # 63 terms in another order
-    for name, wanted in (("mean", state.mean), ("var", state.var)):
-        torch.testing.assert_close(ranks[3]["spiking"][name], wanted, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("kind", SPIKING)
+def test_a_specification_that_has_no_layer(ranks: list[dict[str, Any]], kind: str) -> None:
+    wanted, close = spiking(kind, None), {"rtol": 1e-12, "atol": 1e-12}  # 63 or 126 terms in another order
+    for name in ("y", "dx"):
+        torch.testing.assert_close(torch.cat([rank[kind][name] for rank in ranks], 1), wanted[name], **close)
+    torch.testing.assert_close(sum(rank[kind]["dw"] for rank in ranks), wanted["dw"], **close)
+    for name in ("mean", "var"):
+        torch.testing.assert_close(ranks[3][kind][name], wanted[name], **close)
 
 
 def test_cumulative_average_counts_batches(ranks: list[dict[str, Any]]) -> None:
@@ -267,8 +265,8 @@ def test_what_has_no_form_over_ranks_says_so(
         )
     else:
         assert str(caught.value) == (
-            "normalize(group=) takes a weight on the kept axes 'c', of shape (6,); got one of shape (3,) on 'c'. "
-            "Multiply and add outside."
+            "normalize(group=) takes a weight on 'c', of shape (6,), by its specification; got one of shape (3,). Name "
+            "its axes in spec.weight."
         )
 
 

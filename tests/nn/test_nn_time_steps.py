@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import normscope as ns
 import normscope.nn as own
@@ -149,11 +150,43 @@ def test_tdbn_is_the_formula_of_the_paper():
     torch.testing.assert_close(norm.running_var, 0.9 * var + 0.1 * x.var(over), **CLOSE)
 
 
-def test_tdbn_of_one_step_and_unit_gain_is_batch_norm_bit_for_bit():
-    x = sequence(torch.float32)[:1]
-    norm, plain = own.ThresholdBatchNorm2d(C), own.BatchNorm2d(C)
-    assert torch.equal(norm(x)[0], plain(x[0]))
-    assert all(torch.equal(tensor, norm.state_dict()[name]) for name, tensor in plain.state_dict().items())
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        (own.ThresholdBatchNorm2d, 1),
+        (own.ThresholdBatchNorm2d, T),
+        (lambda c: own.TemporalEffectiveBatchNorm2d(1, c), 1),
+        (lambda c: own.BatchNormThroughTime2d(1, c, eps=1e-5, bias=True), 1),
+    ],
+    ids=["tdBN-1", "tdBN", "TEBN-1", "BNTT-1"],
+)
+def test_of_unit_gain_it_is_batch_norm_bit_for_bit(make, steps):
+    """tdBN over all steps as over samples; BNTT, whose steps are apart, and TEBN of one step."""
+    x, norm, plain = sequence(torch.float32)[:steps], make(C), own.BatchNorm2d(C)
+    for _ in range(2):
+        assert torch.equal(norm(x).flatten(0, 1), plain(x.flatten(0, 1)))
+    assert torch.equal(norm.eval()(x).flatten(0, 1), plain.eval()(x.flatten(0, 1)))
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(norm.state_dict()[name].reshape(tensor.shape), tensor)
+
+
+@pytest.mark.parametrize("kind", ["layer", "group", "rms"])
+def test_norms_of_each_step_are_torchs_times_the_threshold(kind):
+    x, at = sequence(), (C, 1, 1)
+    plain = {
+        "layer": lambda s: F.layer_norm(s, s.shape[1:]),
+        "group": lambda s: F.group_norm(s, C),
+        "rms": lambda s: F.rms_norm(s, s.shape[1:], eps=1e-5),
+    }[kind]
+    norm = {
+        "layer": own.ThresholdLayerNorm(C, 0.5, 2.0**-0.5),
+        "group": own.ThresholdGroupNorm(C, C, 0.5, 2.0**-0.5),
+        "rms": own.ThresholdRMSNorm(C, 0.5, 2.0**-0.5),
+    }[kind]
+    norm = filled(norm.double())
+    shift = 0.0 if norm.bias is None else norm.bias.view(at)
+    wanted = norm.weight.view(at) * 2.0**-0.5 * 0.5 * torch.stack([plain(step) for step in x]) + shift
+    torch.testing.assert_close(norm(x), wanted, **CLOSE)
 
 
 def test_where_the_gain_stands_changes_how_it_trains():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from normscope.bench import machine, spelled_out
+from normscope.bench import machine, spelled_out, whitening
 from normscope.errors import BadInput
 
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels-last"
@@ -76,6 +76,8 @@ class Op:
             "add_layer_norm": add_layer_norm,
             "masked_batch_norm": spelled_out.masked_batch_norm,
             "td_batch_norm": spelled_out.td_batch_norm,
+            "batch_whitening": whitening.batch_whitening,
+            "iter_norm": whitening.iter_norm,
         }
         found: Callable[..., Any] = own.get(self.function) or getattr(F, self.function)
         return found
@@ -87,6 +89,8 @@ class Op:
         own: dict[str, Callable[..., Any]] = {
             "masked_batch_norm": spelled_out.our_masked_batch_norm,
             "td_batch_norm": spelled_out.our_td_batch_norm,
+            "batch_whitening": whitening.our_batch_whitening,
+            "iter_norm": whitening.our_iter_norm,
         }
         found: Callable[..., Any] = own.get(self.function) or getattr(functional, self.function)
         return found
@@ -224,7 +228,20 @@ _ALL = (
         IMAGES,
     ),
 )
-OPS = {op.name: op for op in _ALL}
+_WHITENING = [
+    Op(
+        name,
+        name,
+        lambda t: (t.x, t.weight, t.bias, EPS),
+        ("x", "weight", "bias"),
+        1,
+        lambda shape: shape[1] // whitening.TOGETHER,
+        (IMAGE_SMALL,),
+        IMAGES,
+    )
+    for name in ("batch_whitening", "iter_norm")
+]
+OPS = {op.name: op for op in (*_ALL, *_WHITENING)}
 
 
 @dataclass(frozen=True)

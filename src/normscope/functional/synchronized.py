@@ -11,6 +11,7 @@ Gradients of weight and bias are of what a rank holds, as DistributedDataParalle
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from normscope.errors import BadInput
 from normscope.functional.moved import moved
 from normscope.functional.outside_programs import outside_programs
 from normscope.functional.shares import Plain, arithmetic
+from normscope.kernels.composite import finish
 from normscope.kernels.elementary import Elementary, shape_on
 from normscope.spec import NormSpec, RunningState
 
@@ -39,22 +41,29 @@ def synchronized(
 ) -> Tensor:
     """As `normscope.normalize` in training, over the ranks of ``group``; all of them make the same calls.
 
-    Raises BadInput for a specification that has no such form, or where a parameter is not on the kept axes, and
-    ModelError where another rank has gone.
+    Raises BadInput for a specification that has no such form, or a parameter of another shape, and ModelError where
+    another rank has gone.
     """
     _check(spec)
     view = Elementary.of(input, spec, mask)
     for kind, value in (("weight", weight), ("bias", bias)):
         if value is not None:
             _fits(kind, value, view)
-    y, table = over_ranks(view.x, weight, bias, arithmetic(view), group)
+    kept = " ".join(spec.pattern.kept)
+    if all(where in (None, kept) for where in (spec.weight, spec.bias)):
+        y, table = over_ranks(view.x, weight, bias, arithmetic(view), group)
+        y = view.close(y)
+    else:  # one value a set is not what they are: they come after
+        bare = replace(view, spec=spec.replace(gain=1.0))
+        y, table = over_ranks(view.x, None, None, arithmetic(bare), group)
+        y = finish(y, view, weight, bias)
     if state is not None and spec.running is not None:
         momentum = spec.running.momentum
         fraction = 1 / (state.batches + 1) if momentum is None else momentum
         correction = float(spec.running.correction)
         whose = f"{spec.stats!r} in an input of shape {tuple(input.shape)}"
         state.batches += moved(state.mean, state.var, table, fraction, correction, whose, "all ranks")
-    return view.close(y)
+    return y
 
 
 class OverRanks(Function):
@@ -134,10 +143,10 @@ def _check(spec: NormSpec) -> None:
 
 def _fits(kind: str, value: Tensor, view: Elementary) -> None:
     where = getattr(view.spec, kind)
-    kept = " ".join(view.spec.pattern.kept)
-    wanted = shape_on(kept, view.axes)
-    if where != kept or value.shape != wanted:
+    wanted = None if where is None else shape_on(where, view.axes)
+    if value.shape != wanted:
+        takes = f"no {kind}" if where is None else f"a {kind} on {where!r}, of shape {wanted}"
         raise BadInput(
-            f"normalize(group=) takes a {kind} on the kept axes {kept!r}, of shape {wanted}; got one of shape "
-            f"{tuple(value.shape)} on {where!r}. Multiply and add outside."
+            f"normalize(group=) takes {takes}, by its specification; got one of shape {tuple(value.shape)}. "
+            f"Name its axes in spec.{kind}."
         )

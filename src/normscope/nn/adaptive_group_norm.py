@@ -16,11 +16,10 @@ from torch import Tensor
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
-from normscope.nn.arguments import positive_eps, sizes
-from normscope.nn.masking import Lengths, valid
-from normscope.nn.modulation import Modulated, modulated, modulated_leaf
+from normscope.nn.arguments import on_axis_1, positive_eps, sizes
+from normscope.nn.modulation import Modulated
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, Unscriptable
+from normscope.nn.torch_tools import Unscriptable
 from normscope.spec import NormSpec, families
 
 
@@ -79,44 +78,11 @@ class AdaptiveGroupNorm(Unscriptable, Modulated):
         """``modulation`` as new."""
         self._reset_modulation()
 
-    def forward(
-        self,
-        input: Tensor,
-        condition: Tensor | None = None,
-        *,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """The statistics of each sample, in training as in evaluation."""
-        if isinstance(input, Proxy):
-            return modulated_leaf(
-                self, input, fill, condition=condition, scale=scale, shift=shift, mask=mask, lengths=lengths
-            )
-        name = type(self).__name__
-        if input.dim() < 2 or input.shape[1] != self.num_channels:
-            raise BadInput(
-                f"{name} was made for inputs (N, {self.num_channels}, ...); got an input of shape "
-                f"{tuple(input.shape)}. Move the channels to axis 1 (x.movedim), or make the layer for x.shape[1]."
-            )
-        shape = (input.shape[0], self.num_channels)
-        scale, shift = self._scale_and_shift(condition, scale, shift, shape)
-        beside = (*shape, *[1] * (input.dim() - 2))
-        counts = None
-        if mask is not None or lengths is not None:
-            counts = valid(name, input, mask, lengths)
-        bare = _spec(self.num_groups, self.eps, 1.0, False)
-        return modulated(
-            input,
-            lambda x: normalize(x, bare, mask=counts),
-            scale.reshape(beside),
-            shift.reshape(beside),
-            self.offset,
-            counts,
-            fill,
-        )
+    def _check_shape(self, x: Tensor) -> None:
+        on_axis_1(type(self).__name__, x, self.num_channels)
+
+    def _norm(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return normalize(x, _spec(self.num_groups, self.eps, 1.0, False), mask=mask)
 
     @property
     def spec(self) -> NormSpec:

@@ -17,10 +17,9 @@ from torch import Tensor
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import last_sizes, positive_eps, sizes
-from normscope.nn.masking import Lengths, valid
-from normscope.nn.modulation import Modulated, modulated, modulated_leaf
+from normscope.nn.modulation import Modulated
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, Unscriptable
+from normscope.nn.torch_tools import Unscriptable
 from normscope.spec import NormSpec, families
 
 
@@ -52,6 +51,8 @@ class AdaptiveLayerNorm(Unscriptable, Modulated):
     ('b d', 1.0, 'input')
     """
 
+    _features, _time = -1, 1
+
     def __init__(
         self,
         num_features: int,
@@ -76,41 +77,19 @@ class AdaptiveLayerNorm(Unscriptable, Modulated):
         """``modulation`` as new."""
         self._reset_modulation()
 
-    def forward(
-        self,
-        input: Tensor,
-        condition: Tensor | None = None,
-        *,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """The statistics of each position, in training as in evaluation."""
-        if isinstance(input, Proxy):
-            return modulated_leaf(
-                self, input, fill, condition=condition, scale=scale, shift=shift, mask=mask, lengths=lengths
-            )
-        name = type(self).__name__
-        last_sizes(name, input, (self.num_features,))
-        if input.dim() < 2:
+    def _check_shape(self, x: Tensor) -> None:
+        last_sizes(type(self).__name__, x, (self.num_features,))
+        if x.dim() < 2:
             raise BadInput(
-                f"{name} takes samples on axis 0 and features on the last; got an input of shape "
-                f"{tuple(input.shape)}. For one sample use x.unsqueeze(0)."
+                f"{type(self).__name__} takes samples on axis 0 and features on the last; got an input of shape "
+                f"{tuple(x.shape)}. For one sample use x.unsqueeze(0)."
             )
-        shape = tuple(input.shape) if self.per_position else (input.shape[0], self.num_features)
-        scale, shift = self._scale_and_shift(condition, scale, shift, shape)
-        if not self.per_position:
-            beside = (input.shape[0], *[1] * (input.dim() - 2), self.num_features)
-            scale, shift = scale.reshape(beside), shift.reshape(beside)
-        counts = None
-        if mask is not None or lengths is not None:
-            counts = valid(name, input, mask, lengths, time=1)
-        bare = _bare(self.eps)
-        return modulated(
-            input, lambda x: normalize(x, bare, mask=counts), scale, shift, self.offset, counts, fill
-        )
+
+    def _shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (tuple(x.shape), tuple(x.shape)) if self.per_position else super()._shapes(x)
+
+    def _norm(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return normalize(x, _bare(self.eps), mask=mask)
 
     @property
     def spec(self) -> NormSpec:

@@ -44,6 +44,16 @@ def positive_eps(layer: str, eps: Any) -> float:
     return number
 
 
+def on_axis_1(layer: str, x: Tensor, channels: int, positions: str = "...") -> None:
+    """Raise BadInput unless ``x`` has that many channels on axis 1, and of ``positions`` such as ``"H, W"`` as many."""
+    axes = x.dim() if positions == "..." else 2 + len(positions.split(", "))
+    if x.dim() < 2 or x.dim() != axes or x.shape[1] != channels:
+        raise BadInput(
+            f"{layer} was made for inputs (N, {channels}, {positions}); got an input of shape {tuple(x.shape)}. "
+            "Move the channels to axis 1 (x.movedim), or make the layer for x.shape[1]."
+        )
+
+
 def last_sizes(layer: str, x: Tensor, wanted: tuple[int, ...]) -> None:
     """Raise BadInput unless ``x`` ends in axes of the sizes ``wanted``."""
     if tuple(x.shape[-len(wanted) :]) != wanted:

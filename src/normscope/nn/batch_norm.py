@@ -21,7 +21,7 @@ from normscope.nn.masking import by_element, is_packed, masked_leaf, valid
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, is_scripting, method, refuse_script
-from normscope.nn.tracked import by_batch_or_stored
+from normscope.nn.tracked import by_batch_or_stored, momentum_of
 from normscope.spec import NormSpec, RunningState, families
 
 
@@ -100,12 +100,9 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
     @property
     def spec(self) -> NormSpec:
         """What the layer computes, from its attributes as they are now."""
-        momentum = self.momentum
-        if momentum is None and self.num_batches_tracked is None:  # nothing counts the batches: nothing moves
-            momentum = 0.0
         return _spec(
             float(self.eps),
-            None if momentum is None else float(momentum),
+            momentum_of(self),
             self.weight is not None,
             self.bias is not None,
             self.running_mean is not None,

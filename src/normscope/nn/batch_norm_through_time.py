@@ -15,19 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import BadInput
-from normscope.nn.arguments import sizes
-from normscope.nn.batch_state import BatchState
-from normscope.nn.masking import Lengths, masked_leaf
 from normscope.nn.remembered import remembered
-from normscope.nn.time_steps import TimeSteps
-from normscope.nn.torch_tools import Proxy
+from normscope.nn.timed_batch_norm import TimedBatchNorm
 from normscope.nn.tracked import by_batch_or_stored
 from normscope.spec import NormSpec, families
 
 
-class _BatchNormThroughTime(TimeSteps, BatchState):
+class _BatchNormThroughTime(TimedBatchNorm):
     """What the three share; they differ in the number of axes they take."""
 
+    _family = "batch_norm_through_time"
     steps: int
 
     def __init__(
@@ -45,41 +42,19 @@ class _BatchNormThroughTime(TimeSteps, BatchState):
         bias: bool = False,
         float32_statistics: bool = True,
     ) -> None:
-        sizes(type(self).__name__, "num_features", num_features, "Give the number of channels.")
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            device,
-            dtype,
-            bias=bias,
-            float32_statistics=float32_statistics,
-        )
-        self._set_layout(layout, steps)
+        shared: dict[str, Any] = {
+            "layout": layout,
+            "steps": steps,
+            "bias": bias,
+            "float32_statistics": float32_statistics,
+        }
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **shared)
         for name in ("weight", "bias", "running_mean", "running_var"):
             held = getattr(self, name)
             if held is not None:
                 empty = torch.empty(self.steps, num_features, device=held.device, dtype=held.dtype)
                 setattr(self, name, nn.Parameter(empty) if isinstance(held, nn.Parameter) else empty)
         self.reset_parameters()
-
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """The statistics of each step in training, the stored ones in evaluation. Masks: see `normscope.nn.masking`;
-        lengths count time steps.
-        """
-        if isinstance(input, Proxy):
-            return masked_leaf(self, input, mask, lengths, fill)
-        self._check_axes(input, self.num_features, self.steps)
-        counts = self._counts(input, mask, lengths)
-        return by_batch_or_stored(self, input, self.spec, self.weight, self.bias, counts, fill)
 
     def step(self, input: Tensor, number: int) -> Tensor:
         """Time step ``number``, counted from 0, alone: (N, C, ...). In training its statistics follow.
@@ -98,26 +73,9 @@ class _BatchNormThroughTime(TimeSteps, BatchState):
             counter.add_(1)
         return y
 
-    @property
-    def spec(self) -> NormSpec:
-        """What the layer computes, from its attributes as they are now."""
-        return _spec(*self._numbers(), self.layout, self.steps if self._joined else None, self._rank)
-
     def _one_step_spec(self) -> NormSpec:
         low, high = self._positions
         return _step_spec(*self._numbers(), (2 + low, None if high is None else 2 + high))
-
-    def _numbers(self) -> tuple[float, float | None, bool, bool, bool]:
-        momentum = self.momentum
-        if momentum is None and self.num_batches_tracked is None:  # nothing counts the batches: nothing moves
-            momentum = 0.0
-        return (
-            float(self.eps),
-            None if momentum is None else float(momentum),
-            self.weight is not None,
-            self.bias is not None,
-            self.running_mean is not None,
-        )
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
@@ -143,23 +101,6 @@ class _OneStep:
 
     weight: Tensor | None
     bias: Tensor | None
-
-
-@remembered
-def _spec(
-    eps: float,
-    momentum: float | None,
-    weight: bool,
-    bias: bool,
-    running: bool,
-    layout: str,
-    steps: int | None,
-    ndim: tuple[int, int | None],
-) -> NormSpec:
-    spec = families.batch_norm_through_time(
-        eps=eps, momentum=momentum, weight=weight, bias=bias, running=running, layout=layout, steps=steps
-    )
-    return spec.replace(ndim=ndim)
 
 
 @remembered

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normscope.distributed import world_of
 from normscope.errors import BadInput
@@ -23,16 +23,17 @@ from normscope.functional.whitened_ranks import whitened_over_ranks
 from normscope.nn.arguments import sizes
 from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.masking import Lengths, by_element, filled, is_packed, masked_leaf, valid
+from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
-from normscope.nn.tracked import by_batch_or_stored
+from normscope.nn.tracked import by_batch_or_stored, momentum_of
 from normscope.nn.whitened_sets import choice, divided, eps_or_zero, large_enough
 from normscope.spec import NormSpec, RunningState, families
 
 STATES = ("covariance", "whitening")
 
 
-class BatchWhiteningState(Unscriptable, Float32Statistics):
+class BatchWhiteningState(Unscriptable, Float32Statistics, OptionalBias):
     """Base of `BatchWhitening` and `IterNorm`: parameters, state, and which statistics whiten."""
 
     method: str
@@ -68,16 +69,15 @@ class BatchWhiteningState(Unscriptable, Float32Statistics):
         groups = divided(name, self.num_features, "group_size", self.group_size)
         self.eps, self.eps_at = eps_or_zero(name, eps), choice(name, "eps_at", eps_at, ("variance", "trace"))
         self.state = choice(name, "state", state, STATES)
-        self.momentum, self.affine, self.track_running_stats = momentum, affine, track_running_stats
+        self.momentum, self.track_running_stats = momentum, track_running_stats
         self.statistics = ("running_mean", f"running_{self.state}")
         self.float32_statistics = float32_statistics
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        for parameter, exists in (("weight", affine), ("bias", affine and bias)):
-            empty = nn.Parameter(torch.empty(self.num_features, **made)) if exists else None
-            self.register_parameter(parameter, empty)
+        self._set_affine(self.num_features, affine, bias, device, dtype)
         shapes = ((self.num_features,), (groups, self.group_size, self.group_size))
         for buffer, shape in zip(self.statistics, shapes, strict=True):
-            self.register_buffer(buffer, torch.empty(shape, **made) if track_running_stats else None)
+            self.register_buffer(
+                buffer, torch.empty(shape, device=device, dtype=dtype) if track_running_stats else None
+            )
         counter = torch.zeros((), dtype=torch.long, device=device) if track_running_stats else None
         self.register_buffer("num_batches_tracked", counter)
         self._keep_statistics()
@@ -94,10 +94,7 @@ class BatchWhiteningState(Unscriptable, Float32Statistics):
     def reset_parameters(self) -> None:
         """Weight 1 and bias 0, where they are; what is stored as new."""
         self.reset_running_stats()
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        super().reset_parameters()
 
     def forward(
         self, input: Tensor, mask: Tensor | None = None, lengths: Lengths | None = None, fill: str = "zero"
@@ -142,16 +139,13 @@ class BatchWhiteningState(Unscriptable, Float32Statistics):
     @property
     def spec(self) -> NormSpec:
         """What the layer computes, from its attributes as they are now."""
-        momentum = self.momentum
-        if momentum is None and self.num_batches_tracked is None:  # nothing counts the batches: nothing moves
-            momentum = 0.0
         return _spec(
             int(self.group_size),
             self.method,
             int(self.iterations),
             float(self.eps),
             self.eps_at,
-            None if momentum is None else float(momentum),
+            momentum_of(self),
             self.state,
             self.weight is not None,
             self.bias is not None,

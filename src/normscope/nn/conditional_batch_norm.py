@@ -17,20 +17,17 @@ from torch import Tensor
 
 from normscope.errors import BadInput
 from normscope.nn.batch_state import BatchState
-from normscope.nn.masking import Lengths, valid
-from normscope.nn.modulation import Modulated, modulated, modulated_leaf
+from normscope.nn.modulation import GivenAffine, Modulated
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy
-from normscope.nn.tracked import by_batch_or_stored
+from normscope.nn.tracked import by_batch_or_stored, momentum_of
 from normscope.spec import NormSpec, families
 
 
-class GivenAffineBatchNorm(BatchState):
+class GivenAffineBatchNorm(BatchState, GivenAffine):
     """Base of batch norms without a weight and bias of their own: their statistics and their specification."""
 
     _affine_on: str
     """axes of scale and shift"""
-    offset: float
 
     def __init__(
         self,
@@ -42,41 +39,16 @@ class GivenAffineBatchNorm(BatchState):
         dtype: Any,
         float32_statistics: bool,
     ) -> None:
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            False,
-            track_running_stats,
-            device,
-            dtype,
-            bias=False,
-            float32_statistics=float32_statistics,
-        )
+        shared: dict[str, Any] = {"bias": False, "float32_statistics": float32_statistics}
+        super().__init__(num_features, eps, momentum, False, track_running_stats, device, dtype, **shared)
 
-    def _modulated(
-        self,
-        input: Tensor,
-        scale: Tensor,
-        shift: Tensor,
-        counts: Tensor | None,
-        fill: str,
-    ) -> Tensor:
-        if self.training and counts is None and input.numel() == input.shape[1]:
+    def _norm(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self.training and mask is None and x.numel() == x.shape[1]:
             raise BadInput(
                 f"{type(self).__name__} in training takes the variance of more than one value a channel; got an input "
-                f"of shape {tuple(input.shape)}. Use a larger batch (drop_last=True in the loader), or eval()."
+                f"of shape {tuple(x.shape)}. Use a larger batch (drop_last=True in the loader), or eval()."
             )
-        bare = self._spec_on(None)
-        return modulated(
-            input,
-            lambda x: by_batch_or_stored(self, x, bare, None, None, counts, "zero"),
-            scale,
-            shift,
-            self.offset,
-            counts,
-            fill,
-        )
+        return by_batch_or_stored(self, x, self._spec_on(None), None, None, mask, "zero")
 
     @property
     def spec(self) -> NormSpec:
@@ -84,12 +56,9 @@ class GivenAffineBatchNorm(BatchState):
         return self._spec_on(self._affine_on)
 
     def _spec_on(self, affine: str | None) -> NormSpec:
-        momentum = self.momentum
-        if momentum is None and self.num_batches_tracked is None:  # nothing counts the batches: nothing moves
-            momentum = 0.0
         return _spec(
             float(self.eps),
-            None if momentum is None else float(momentum),
+            momentum_of(self),
             self.running_mean is not None,
             self._ndim,
             affine,
@@ -120,7 +89,7 @@ def _spec(
     return bare.replace(weight=affine, bias=affine, source="input", weight_offset=offset)
 
 
-class _ConditionalBatchNorm(Modulated, GivenAffineBatchNorm):
+class _ConditionalBatchNorm(Modulated, GivenAffineBatchNorm):  # type: ignore[misc]  # another forward
     """What the three share; they differ in the number of axes they take."""
 
     _affine_on = "b c"
@@ -148,31 +117,6 @@ class _ConditionalBatchNorm(Modulated, GivenAffineBatchNorm):
         super().reset_parameters()
         if "modulation" in self._modules:
             self._reset_modulation()
-
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        condition: Tensor | None = None,
-        *,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """By the batch in training and where no statistics are stored, by the stored ones else."""
-        if isinstance(input, Proxy):
-            return modulated_leaf(
-                self, input, fill, condition=condition, scale=scale, shift=shift, mask=mask, lengths=lengths
-            )
-        self._check_shape(input)
-        shape = (input.shape[0], self.num_features)
-        scale, shift = self._scale_and_shift(condition, scale, shift, shape)
-        beside = (*shape, *[1] * (input.dim() - 2))
-        counts = None
-        if mask is not None or lengths is not None:
-            counts = valid(type(self).__name__, input, mask, lengths)
-        return self._modulated(input, scale.reshape(beside), shift.reshape(beside), counts, fill)
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""

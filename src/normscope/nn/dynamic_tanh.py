@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import BadInput
-from normscope.nn.arguments import last_sizes, sizes
+from normscope.nn.arguments import last_sizes, on_axis_1, sizes
 from normscope.nn.masking import masked_leaf
 from normscope.nn.torch_tools import Proxy, Unscriptable
 
@@ -82,12 +82,8 @@ class DynamicTanh(Unscriptable):
         beside = self.normalized_shape
         if self.channels_last:
             last_sizes("DynamicTanh", input, self.normalized_shape)
-        elif input.dim() < 2 or input.shape[1] != beside[0]:
-            raise BadInput(
-                f"DynamicTanh was made for inputs (N, {beside[0]}, ...); got an input of shape {tuple(input.shape)}. "
-                "Move the channels to axis 1 (x.movedim), or make the layer for x.shape[1]."
-            )
         else:
+            on_axis_1("DynamicTanh", input, beside[0])
             beside = (*beside, *[1] * (input.dim() - 2))
         dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
         alpha, weight, bias = (each.to(dtype) for each in (self.alpha, self.weight, self.bias))

@@ -18,7 +18,7 @@ from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.kernels.composite import Moments
 from normscope.kernels.elementary import Elementary
-from normscope.nn.arguments import positive_eps, sizes
+from normscope.nn.arguments import on_axis_1, positive_eps, sizes
 from normscope.nn.masking import Lengths, filled, masked_leaf, normalize_valid, valid
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
@@ -72,12 +72,7 @@ class _FilterResponseNorm(Unscriptable):
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
         name = type(self).__name__
-        if input.dim() != self._ndim or input.shape[1] != self.num_features:
-            positions = "L" if self._ndim == 3 else "H, W"
-            raise BadInput(
-                f"{name} was made for inputs (N, {self.num_features}, {positions}); got an input of shape "
-                f"{tuple(input.shape)}. Move the channels to axis 1 (x.movedim), or make the layer for x.shape[1]."
-            )
+        on_axis_1(name, input, self.num_features, "L" if self._ndim == 3 else "H, W")
         counts = None
         if mask is not None or lengths is not None:
             counts = valid(name, input, mask, lengths)
@@ -186,11 +181,7 @@ class TLU(Unscriptable):
         """Element by element; the dtype is that of ``input``."""
         if isinstance(input, Proxy):
             return masked_leaf(self, input, None, None, "zero")
-        if input.dim() < 2 or input.shape[1] != self.num_features:
-            raise BadInput(
-                f"TLU was made for inputs (N, {self.num_features}, ...); got an input of shape {tuple(input.shape)}. "
-                "Move the channels to axis 1 (x.movedim), or make the layer for x.shape[1]."
-            )
+        on_axis_1("TLU", input, self.num_features)
         return torch.maximum(input, self.tau.to(input.dtype).view(-1, *[1] * (input.dim() - 2)))
 
     def extra_repr(self) -> str:

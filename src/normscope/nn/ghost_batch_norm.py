@@ -28,6 +28,7 @@ from normscope.kernels.elementary import constant
 from normscope.nn.arguments import sizes
 from normscope.nn.batch_state import BatchState
 from normscope.nn.remembered import fixed, remembered
+from normscope.nn.tracked import momentum_of
 from normscope.spec import NormSpec, RunningState, families
 from normscope.spec.bound import split_samples
 
@@ -146,12 +147,9 @@ class _GhostBatchNorm(BatchState):
     @property
     def spec(self) -> NormSpec:
         """What the layer computes, from its attributes as they are now."""
-        momentum = self.momentum
-        if momentum is None and self.num_batches_tracked is None:  # nothing counts the batches: nothing moves
-            momentum = 0.0
         return _spec(
             float(self.eps),
-            None if momentum is None else float(momentum),
+            momentum_of(self),
             self.weight is not None,
             self.bias is not None,
             self.running_mean is not None,

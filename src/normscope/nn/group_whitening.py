@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import sizes
 from normscope.nn.masking import Lengths, by_sequence, is_packed, masked_leaf, normalize_valid, valid
+from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
 from normscope.nn.whitened_sets import choice, divided, eps_or_zero, large_enough
@@ -28,7 +28,7 @@ from normscope.spec import NormSpec, families
 METHODS = ("zca", "cholesky", "iternorm")
 
 
-class GroupWhitening(Unscriptable):
+class GroupWhitening(Unscriptable, OptionalBias):
     """Group whitening of inputs (N, C, ...).
 
     Arguments: num_groups, the number of groups G, whitened together; num_channels C; eps=1e-5, 0 or more; affine=True;
@@ -79,20 +79,8 @@ class GroupWhitening(Unscriptable):
         (self.iterations,) = sizes(name, "iterations", iterations, "Leave it at 5.")
         self.method = choice(name, "method", method, METHODS)
         self.eps, self.eps_at = eps_or_zero(name, eps), choice(name, "eps_at", eps_at, ("variance", "trace"))
-        self.affine = affine
-        for parameter, exists in (("weight", affine), ("bias", affine and bias)):
-            empty = (
-                nn.Parameter(torch.empty(self.num_channels, device=device, dtype=dtype)) if exists else None
-            )
-            self.register_parameter(parameter, empty)
+        self._set_affine(self.num_channels, affine, bias, device, dtype)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Weight 1 and bias 0, where they are."""
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(
         self, input: Tensor, mask: Tensor | None = None, lengths: Lengths | None = None, fill: str = "zero"

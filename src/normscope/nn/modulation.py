@@ -21,16 +21,76 @@ from torch import Tensor, nn
 from normscope.errors import BadInput
 from normscope.kernels.elementary import HALF
 from normscope.nn.arguments import sizes
-from normscope.nn.masking import FILLS
-from normscope.nn.torch_tools import leaf
+from normscope.nn.masking import FILLS, Lengths, valid
+from normscope.nn.torch_tools import Proxy, leaf
 
 
-class Modulated(nn.Module):
-    """Mixin: where scale and shift of each sample come from."""
+class GivenAffine(nn.Module):
+    """Base of layers whose scale and shift are no parameters."""
+
+    offset: float
+    _time = -1
+    """the axis that lengths run along"""
+
+    def _check_shape(self, x: Tensor) -> None:
+        """Raise BadInput where x is no input of this layer."""
+        raise NotImplementedError
+
+    def _norm(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The norm alone; 0 where the mask is False."""
+        raise NotImplementedError
+
+    def _modulate(
+        self,
+        input: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        mask: Tensor | None,
+        lengths: Lengths | None,
+        fill: str,
+    ) -> Tensor:
+        """Scale and shift broadcast to the input."""
+        counts = None
+        if mask is not None or lengths is not None:
+            counts = valid(type(self).__name__, input, mask, lengths, time=self._time)
+        return modulated(input, lambda x: self._norm(x, counts), scale, shift, self.offset, counts, fill)
+
+
+class Modulated(GivenAffine):
+    """Mixin: scale and shift of each sample, and where they come from."""
 
     modulation: nn.Linear | nn.Embedding | None
-    offset: float
     zero: bool
+    _features = 1
+    """the axis of scale and shift in an input"""
+
+    def forward(
+        self,
+        input: Tensor,
+        condition: Tensor | None = None,
+        *,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        fill: str = "zero",
+    ) -> Tensor:
+        """By the statistics of the input, or stored ones. Masks: see `normscope.nn.masking`."""
+        if isinstance(input, Proxy):
+            return modulated_leaf(
+                self, input, fill, condition=condition, scale=scale, shift=shift, mask=mask, lengths=lengths
+            )
+        self._check_shape(input)
+        shape, beside = self._shapes(input)
+        scale, shift = self._scale_and_shift(condition, scale, shift, shape)
+        return self._modulate(input, scale.reshape(beside), shift.reshape(beside), mask, lengths, fill)
+
+    def _shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of scale and shift: as they come, and as they stand beside x."""
+        beside = [1] * x.dim()
+        for axis in (0, self._features):
+            beside[axis] = x.shape[axis]
+        return (x.shape[0], x.shape[self._features]), tuple(beside)
 
     def _set_modulation(
         self,

@@ -19,9 +19,10 @@ _SHELF = SimpleNamespace()
 def fixed(*values: Any) -> tuple[Any, ...]:
     """The values, as constants to a compiler.
 
-    One that has met two layers leaves open the numbers that they differ in; keys of a dictionary it fixes.
+    One that has met two layers leaves open the numbers that they differ in; keys of a dictionary it fixes, floats only
+    once it has looked at them.
     """
-    return tuple([next(iter({value: None})) for value in values])
+    return tuple([next(iter({float(v) if isinstance(v, float) else v: None})) for v in values])
 
 
 def remembered(build: Callable[..., NormSpec]) -> Callable[..., NormSpec]:

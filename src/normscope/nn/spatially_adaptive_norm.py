@@ -16,17 +16,17 @@ from torch.nn.functional import interpolate
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
-from normscope.nn.arguments import positive_eps, sizes
+from normscope.nn.arguments import on_axis_1, positive_eps, sizes
 from normscope.nn.conditional_batch_norm import GivenAffineBatchNorm
-from normscope.nn.masking import Lengths, valid
-from normscope.nn.modulation import modulated, modulated_leaf
+from normscope.nn.masking import Lengths
+from normscope.nn.modulation import GivenAffine, modulated_leaf
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
 from normscope.spec import NormSpec, families
 
 
-class _Maps(nn.Module):
-    """Mixin: where the scale and shift of each position come from. The names are those of the paper's code."""
+class _Maps(GivenAffine):
+    """Mixin: scale and shift of each position, and where they come from. The names are those of the paper's code."""
 
     num_features: int
     offset = 1.0
@@ -62,6 +62,26 @@ class _Maps(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 module.reset_parameters()
+
+    def forward(
+        self,
+        input: Tensor,
+        labels: Tensor | None = None,
+        *,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        fill: str = "zero",
+    ) -> Tensor:
+        """By the statistics of the input, or stored ones. Masks: see `normscope.nn.masking`."""
+        if isinstance(input, Proxy):
+            return modulated_leaf(
+                self, input, fill, labels=labels, scale=scale, shift=shift, mask=mask, lengths=lengths
+            )
+        self._check_shape(input)
+        scale, shift = self._maps(input, labels, scale, shift)
+        return self._modulate(input, scale, shift, mask, lengths, fill)
 
     def _maps(
         self, input: Tensor, labels: Tensor | None, scale: Tensor | None, shift: Tensor | None
@@ -99,7 +119,7 @@ class _Maps(nn.Module):
         return scale, shift
 
 
-class SpatiallyAdaptiveBatchNorm2d(_Maps, GivenAffineBatchNorm):
+class SpatiallyAdaptiveBatchNorm2d(_Maps, GivenAffineBatchNorm):  # type: ignore[misc]  # another forward
     """SPADE over batch norm, of inputs (N, C, H, W).
 
     Arguments: num_features; and by name
@@ -149,29 +169,6 @@ class SpatiallyAdaptiveBatchNorm2d(_Maps, GivenAffineBatchNorm):
         super().reset_parameters()
         self._reset_maps()
 
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        labels: Tensor | None = None,
-        *,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """By the batch in training and where no statistics are stored, by the stored ones else."""
-        if isinstance(input, Proxy):
-            return modulated_leaf(
-                self, input, fill, labels=labels, scale=scale, shift=shift, mask=mask, lengths=lengths
-            )
-        self._check_shape(input)
-        scale, shift = self._maps(input, labels, scale, shift)
-        counts = None
-        if mask is not None or lengths is not None:
-            counts = valid(type(self).__name__, input, mask, lengths)
-        return self._modulated(input, scale, shift, counts, fill)
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             theirs = f"{prefix}param_free_norm.{name}"
@@ -218,36 +215,11 @@ class SpatiallyAdaptiveInstanceNorm2d(Unscriptable, _Maps):
         """Convolutions as new."""
         self._reset_maps()
 
-    def forward(
-        self,
-        input: Tensor,
-        labels: Tensor | None = None,
-        *,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """The statistics of each sample, in training as in evaluation. Masks: see `normscope.nn.masking`."""
-        if isinstance(input, Proxy):
-            return modulated_leaf(
-                self, input, fill, labels=labels, scale=scale, shift=shift, mask=mask, lengths=lengths
-            )
-        name = type(self).__name__
-        if input.dim() != 4 or input.shape[1] != self.num_features:
-            raise BadInput(
-                f"{name} was made for inputs (N, {self.num_features}, H, W); got an input of shape "
-                f"{tuple(input.shape)}. Move the channels to axis 1 (x.movedim), or make the layer for x.shape[1]."
-            )
-        scale, shift = self._maps(input, labels, scale, shift)
-        counts = None
-        if mask is not None or lengths is not None:
-            counts = valid(name, input, mask, lengths)
-        bare = _spec(self.eps, False)
-        return modulated(
-            input, lambda x: normalize(x, bare, mask=counts), scale, shift, self.offset, counts, fill
-        )
+    def _check_shape(self, x: Tensor) -> None:
+        on_axis_1(type(self).__name__, x, self.num_features, "H, W")
+
+    def _norm(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return normalize(x, _spec(self.eps, False), mask=mask)
 
     @property
     def spec(self) -> NormSpec:

@@ -14,19 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.nn.arguments import sizes
-from normscope.nn.batch_state import BatchState
-from normscope.nn.masking import Lengths, masked_leaf
-from normscope.nn.remembered import remembered
-from normscope.nn.time_steps import TimeSteps
-from normscope.nn.torch_tools import Proxy
-from normscope.nn.tracked import by_batch_or_stored
-from normscope.spec import NormSpec, families
+from normscope.nn.timed_batch_norm import TimedBatchNorm
+from normscope.spec import NormSpec
 
 
-class _TemporalEffectiveBatchNorm(TimeSteps, BatchState):
+class _TemporalEffectiveBatchNorm(TimedBatchNorm):
     """What the three share; they differ in the number of axes they take."""
 
+    _family = "temporal_effective_batch_norm"
     steps: int
     scale: Tensor
 
@@ -45,19 +40,13 @@ class _TemporalEffectiveBatchNorm(TimeSteps, BatchState):
         bias: bool = True,
         float32_statistics: bool = True,
     ) -> None:
-        sizes(type(self).__name__, "num_features", num_features, "Give the number of channels.")
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            device,
-            dtype,
-            bias=bias,
-            float32_statistics=float32_statistics,
-        )
-        self._set_layout(layout, steps)
+        shared: dict[str, Any] = {
+            "layout": layout,
+            "steps": steps,
+            "bias": bias,
+            "float32_statistics": float32_statistics,
+        }
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **shared)
         self.scale = nn.Parameter(torch.empty(self.steps, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -67,64 +56,23 @@ class _TemporalEffectiveBatchNorm(TimeSteps, BatchState):
         if "scale" in self._parameters:
             nn.init.ones_(self.scale)
 
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """The statistics of all steps in training, the stored ones in evaluation. Masks: see `normscope.nn.masking`;
-        lengths count time steps.
-        """
-        if isinstance(input, Proxy):
-            return masked_leaf(self, input, mask, lengths, fill)
-        self._check_axes(input, self.num_features, self.steps)
-        counts = self._counts(input, mask, lengths)
-        return by_batch_or_stored(self, input, self.spec, *self.by_step(), counts, fill)
-
     def by_step(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of every step and channel, (T, C), as the specification has them."""
         scale = self.scale[:, None]
         weight = scale.expand(-1, self.num_features) if self.weight is None else scale * self.weight
         return weight, None if self.bias is None else scale * self.bias
 
-    @property
-    def spec(self) -> NormSpec:
-        """What the layer computes, from its attributes as they are now."""
-        momentum = self.momentum
-        if momentum is None and self.num_batches_tracked is None:  # nothing counts the batches: nothing moves
-            momentum = 0.0
-        return _spec(
-            float(self.eps),
-            None if momentum is None else float(momentum),
-            self.bias is not None,
-            self.running_mean is not None,
-            self.layout,
-            self.steps if self._joined else None,
-            self._rank,
-        )
+    def _computed(self) -> tuple[NormSpec, Tensor | None, Tensor | None]:
+        return self._spec(True), *self.by_step()
+
+    def _numbers(self) -> tuple[float, float | None, bool, bool, bool]:
+        eps, momentum, _, bias, running = super()._numbers()
+        return eps, momentum, True, bias, running
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
         said = self._said(track_running_stats=self.track_running_stats, layout=self.layout)
         return f"{self.steps}, {said}"
-
-
-@remembered
-def _spec(
-    eps: float,
-    momentum: float | None,
-    bias: bool,
-    running: bool,
-    layout: str,
-    steps: int | None,
-    ndim: tuple[int, int | None],
-) -> NormSpec:
-    spec = families.temporal_effective_batch_norm(
-        eps=eps, momentum=momentum, bias=bias, running=running, layout=layout, steps=steps
-    )
-    return spec.replace(ndim=ndim)
 
 
 class TemporalEffectiveBatchNorm1d(_TemporalEffectiveBatchNorm):

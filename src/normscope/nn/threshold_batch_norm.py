@@ -21,21 +21,17 @@ from torch import Tensor
 from torch.nn import init
 
 from normscope.errors import BadInput
-from normscope.nn.arguments import sizes
-from normscope.nn.batch_state import BatchState
-from normscope.nn.masking import Lengths, masked_leaf
-from normscope.nn.remembered import remembered
-from normscope.nn.time_steps import TimeSteps, threshold_gain
-from normscope.nn.torch_tools import Proxy
-from normscope.nn.tracked import by_batch_or_stored
-from normscope.spec import NormSpec, families
+from normscope.nn.time_steps import threshold_gain
+from normscope.nn.timed_batch_norm import TimedBatchNorm, timed_spec
+from normscope.spec import NormSpec
 
 GAINS = ("forward", "weight")
 
 
-class _ThresholdBatchNorm(TimeSteps, BatchState):
+class _ThresholdBatchNorm(TimedBatchNorm):
     """What the three share; they differ in the number of axes they take."""
 
+    _family, _same_steps = "td_batch_norm", False
     v_threshold, alpha, gain = 1.0, 1.0, "forward"
 
     def __init__(
@@ -57,26 +53,20 @@ class _ThresholdBatchNorm(TimeSteps, BatchState):
         float32_statistics: bool = True,
     ) -> None:
         name = type(self).__name__
-        sizes(name, "num_features", num_features, "Give the number of channels.")
         threshold_gain(name, v_threshold, alpha)
         if gain not in GAINS or (gain == "weight" and not affine):
             raise BadInput(
                 f"{name} applies alpha * v_threshold in the 'forward', or starts its 'weight' there, which needs "
                 f"affine=True; got gain={gain!r}, affine={affine!r}. Leave gain at 'forward'."
             )
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            device,
-            dtype,
-            bias=bias,
-            float32_statistics=float32_statistics,
-        )
+        shared: dict[str, Any] = {
+            "layout": layout,
+            "steps": steps,
+            "bias": bias,
+            "float32_statistics": float32_statistics,
+        }
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **shared)
         self.v_threshold, self.alpha, self.gain = v_threshold, alpha, gain
-        self._set_layout(layout, steps)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -84,22 +74,6 @@ class _ThresholdBatchNorm(TimeSteps, BatchState):
         super().reset_parameters()
         if self.gain == "weight" and isinstance(self.weight, Tensor):
             init.constant_(self.weight, float(self.alpha * self.v_threshold))
-
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """The statistics of all steps in training, the stored ones in evaluation. Masks: see `normscope.nn.masking`;
-        lengths count time steps.
-        """
-        if isinstance(input, Proxy):
-            return masked_leaf(self, input, mask, lengths, fill)
-        self._check_axes(input, self.num_features)
-        counts = self._counts(input, mask, lengths)
-        return by_batch_or_stored(self, input, self._spec(False), self.weight, self.bias, counts, fill)
 
     def step(self, input: Tensor) -> Tensor:
         """One time step (N, C, ...), by stored statistics.
@@ -113,27 +87,12 @@ class _ThresholdBatchNorm(TimeSteps, BatchState):
             )
         return self._one_step(input)
 
-    @property
-    def spec(self) -> NormSpec:
-        """What the layer computes, from its attributes as they are now."""
-        return self._spec(self._joined)
+    def _computed(self) -> tuple[NormSpec, Tensor | None, Tensor | None]:
+        return self._spec(False), self.weight, self.bias  # whether steps are called samples changes no number
 
     def _spec(self, split: bool) -> NormSpec:
-        """With steps and samples in one axis and ``split`` False they are called samples, which changes no number."""
-        momentum = self.momentum
-        if momentum is None and self.num_batches_tracked is None:  # nothing counts the batches: nothing moves
-            momentum = 0.0
-        return _spec(
-            1.0 if self.gain == "weight" else float(self.alpha * self.v_threshold),
-            float(self.eps),
-            None if momentum is None else float(momentum),
-            self.weight is not None,
-            self.bias is not None,
-            self.running_mean is not None,
-            self.layout if split or not self._joined else "b c ...",
-            self.steps if split else None,
-            self._rank,
-        )
+        gain = 1.0 if self.gain == "weight" else float(self.alpha * self.v_threshold)
+        return timed_spec(self._family, *self._numbers(), *self._pattern(split), self._rank, gain)
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
@@ -146,31 +105,6 @@ class _ThresholdBatchNorm(TimeSteps, BatchState):
             layout=self.layout,
             **steps,
         )
-
-
-@remembered
-def _spec(
-    gain: float,
-    eps: float,
-    momentum: float | None,
-    weight: bool,
-    bias: bool,
-    running: bool,
-    layout: str,
-    steps: int | None,
-    ndim: tuple[int, int | None],
-) -> NormSpec:
-    return families.td_batch_norm(
-        gain,
-        eps=eps,
-        momentum=momentum,
-        weight=weight,
-        bias=bias,
-        running=running,
-        layout=layout,
-        steps=steps,
-        ndim=ndim,
-    )
 
 
 class ThresholdBatchNorm1d(_ThresholdBatchNorm):

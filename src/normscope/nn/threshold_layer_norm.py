@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
@@ -40,16 +39,17 @@ class _ThresholdNorm(TimeSteps, Unscriptable, OptionalBias):
     def __init__(
         self,
         num_channels: int,
-        v_threshold: float,
-        alpha: float,
-        eps: float,
-        affine: bool,
-        bias: bool,
-        device: Any,
-        dtype: Any,
-        per_step: bool,
-        layout: str,
-        steps: int | None,
+        v_threshold: float = 1.0,
+        alpha: float = 1.0,
+        eps: float = 1e-5,
+        affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        per_step: bool = True,
+        layout: str = "t b c ...",
+        steps: int | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -57,11 +57,9 @@ class _ThresholdNorm(TimeSteps, Unscriptable, OptionalBias):
         threshold_gain(name, v_threshold, alpha)
         self.v_threshold, self.alpha = v_threshold, alpha
         self.eps = positive_eps(name, eps)
-        self.affine, self.per_step = affine, per_step
+        self.per_step = per_step
         self._set_layout(layout, steps)
-        for parameter, there in (("weight", affine), ("bias", affine and bias)):
-            empty = torch.empty(self.num_channels, device=device, dtype=dtype)
-            self.register_parameter(parameter, nn.Parameter(empty) if there else None)
+        self._set_affine(self.num_channels, affine, bias, device, dtype)
         self.reset_parameters()
 
     def forward(
@@ -97,18 +95,18 @@ class _ThresholdNorm(TimeSteps, Unscriptable, OptionalBias):
         return self._spec(True)
 
     def _spec(self, split: bool) -> NormSpec:
-        """Of each step alone and ``split`` False, samples and steps in one axis are called samples."""
-        joined = self._joined and not split
+        """``split``: as `TimeSteps._pattern` takes it."""
+        layout, steps = self._pattern(split)
         return _spec(
             self._kind,
             self.num_groups,
             float(self.alpha * self.v_threshold),
-            self.per_step and not joined,
+            self.per_step and "t" in layout,
             float(self.eps),
             self.weight is not None,
             self.bias is not None,
-            "b c ..." if joined else self.layout,
-            self.steps if self._joined and split else None,
+            layout,
+            steps,
         )
 
     def extra_repr(self) -> str:
@@ -174,25 +172,6 @@ class ThresholdLayerNorm(_ThresholdNorm):
 
     _kind = "layer"
 
-    def __init__(
-        self,
-        num_channels: int,
-        v_threshold: float = 1.0,
-        alpha: float = 1.0,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        per_step: bool = True,
-        layout: str = "t b c ...",
-        steps: int | None = None,
-    ) -> None:
-        super().__init__(
-            num_channels, v_threshold, alpha, eps, affine, bias, device, dtype, per_step, layout, steps
-        )
-
 
 class ThresholdGroupNorm(_ThresholdNorm):
     """Threshold-dependent group norm: each group of a sample's channels by its own statistics. Ours, no paper's.
@@ -223,9 +202,8 @@ class ThresholdGroupNorm(_ThresholdNorm):
         layout: str = "t b c ...",
         steps: int | None = None,
     ) -> None:
-        super().__init__(
-            num_channels, v_threshold, alpha, eps, affine, bias, device, dtype, per_step, layout, steps
-        )
+        over: dict[str, Any] = {"per_step": per_step, "layout": layout, "steps": steps}
+        super().__init__(num_channels, v_threshold, alpha, eps, affine, bias, device, dtype, **over)
         (self.num_groups,) = sizes("ThresholdGroupNorm", "num_groups", num_groups, "Write num_groups=8.")
         if num_channels % num_groups:
             raise BadInput(
@@ -260,6 +238,5 @@ class ThresholdRMSNorm(_ThresholdNorm):
         layout: str = "t b c ...",
         steps: int | None = None,
     ) -> None:
-        super().__init__(
-            num_channels, v_threshold, alpha, eps, affine, False, device, dtype, per_step, layout, steps
-        )
+        over: dict[str, Any] = {"per_step": per_step, "layout": layout, "steps": steps}
+        super().__init__(num_channels, v_threshold, alpha, eps, affine, False, device, dtype, **over)

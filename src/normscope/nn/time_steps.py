@@ -67,6 +67,15 @@ class TimeSteps(nn.Module):
         before = 2 if self._joined else 3
         return before + low, None if high is None else before + high
 
+    def _pattern(self, split: bool) -> tuple[str, int | None]:
+        """Layout and number of steps, as a specification takes them.
+
+        With steps and samples in one axis and ``split`` False they are all called samples.
+        """
+        if not self._joined:
+            return self.layout, None
+        return (self.layout, self.steps) if split else ("b c ...", None)
+
     def _check_axes(self, x: Tensor, channels: int, steps: int | None = None) -> None:
         """Raise BadInput where x has other axes, channels or (where given) steps."""
         name, (low, high) = type(self).__name__, self._rank

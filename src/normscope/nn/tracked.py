@@ -14,6 +14,13 @@ from normscope.nn.masking import filled
 from normscope.spec import NormSpec, RunningState
 
 
+def momentum_of(layer: Any) -> float | None:
+    """The momentum of the layer's specification: None, the average of all batches, where something counts them."""
+    if layer.momentum is None:
+        return None if layer.num_batches_tracked is not None else 0.0  # uncounted, nothing moves
+    return float(layer.momentum)
+
+
 def by_batch_or_stored(
     layer: Any,
     input: Tensor,

@@ -5,6 +5,8 @@ tdBN stands in its paper; threshold-dependent layer, group and RMS norm are our 
 
 from __future__ import annotations
 
+from typing import Any
+
 from normscope.spec.families.layers import Rank
 from normscope.spec.normspec import NormSpec
 from normscope.spec.parts import Running
@@ -28,23 +30,16 @@ def td_batch_norm(
     y = weight * alpha * v_threshold * (x - mean) / sqrt(var + eps) + bias, statistics over steps, samples and
     positions, so not causal in training. ``alpha`` is 1, or 1 / sqrt(2) on each branch of a residual sum.
     Some texts write the threshold as lambda, which in the paper is the learned gain.
-    Shapes: x (T, B, C, ...), parameters and state (C,). ``layout`` may be ``"b t c ..."``, or ``"(t b) c
-    ..."`` with ``steps``. Source: Zheng et al. 2021, section 3.
+    Shapes: x (T, B, C, ...), parameters and state (C,). ``layout`` may be ``"b t c ..."``, or
+    ``"(t b) c ..."`` with ``steps``. Source: Zheng et al. 2021, section 3.
 
     >>> spec = td_batch_norm(0.5, 1 / 2**0.5, layout="(t b) c ...", steps=4)
     >>> spec.bind((8, 3, 5, 5)).set_size, round(spec.gain, 4)
     (200, 0.3536)
     """
-    return NormSpec(
-        f"{layout} -> c",
-        ndim=ndim or ((2, None) if "(" in layout else (3, None)),
-        sizes={} if steps is None else {"t": steps},
-        weight="c" if weight else None,
-        bias="c" if bias else None,
-        eps=eps,
-        gain=alpha * v_threshold,
-        running=Running(momentum=momentum) if running else None,
-    )
+    state = Running(momentum=momentum) if running else None
+    spec = _spec(layout, steps, "c", "c", weight, bias, eps, gain=alpha * v_threshold, running=state)
+    return spec if ndim is None else spec.replace(ndim=ndim)
 
 
 def td_layer_norm(
@@ -61,22 +56,14 @@ def td_layer_norm(
     """Threshold-dependent layer norm (tdLN), our extension by analogy with tdBN: no paper defines it.
 
     y = weight * alpha * v_threshold * (x - mean) / sqrt(var + eps) + bias, statistics of each sample over
-    channels and
-    positions: of every step alone (``per_step``, causal), or over all steps (not causal).
+    channels and positions: of every step alone (``per_step``, causal), or over all steps (not causal).
     Shapes: x (T, B, C, ...), parameters (C,).
 
     >>> [td_layer_norm(per_step=p).properties().causal for p in (True, False)]
     [True, False]
     """
-    return NormSpec(
-        f"{layout} -> {'t b' if per_step else 'b'}",
-        ndim=(2, None) if "(" in layout else (3, None),
-        sizes={} if steps is None else {"t": steps},
-        weight="c" if weight else None,
-        bias="c" if bias else None,
-        eps=eps,
-        gain=alpha * v_threshold,
-    )
+    kept = "t b" if per_step else "b"
+    return _spec(layout, steps, kept, "c", weight, bias, eps, gain=alpha * v_threshold)
 
 
 def td_group_norm(
@@ -99,14 +86,7 @@ def td_group_norm(
     15
     """
     spec = td_layer_norm(
-        v_threshold,
-        alpha,
-        per_step=per_step,
-        eps=eps,
-        weight=weight,
-        bias=bias,
-        layout=layout,
-        steps=steps,
+        v_threshold, alpha, per_step=per_step, eps=eps, weight=weight, bias=bias, layout=layout, steps=steps
     )
     return spec.replace(
         stats=f"{spec.stats.replace(' c ', ' (g c) ')} g",
@@ -135,14 +115,7 @@ def td_rms_norm(
     (False, 0.5)
     """
     spec = td_layer_norm(
-        v_threshold,
-        alpha,
-        per_step=per_step,
-        eps=eps,
-        weight=weight,
-        bias=False,
-        layout=layout,
-        steps=steps,
+        v_threshold, alpha, per_step=per_step, eps=eps, weight=weight, bias=False, layout=layout, steps=steps
     )
     return spec.replace(center=False, scale="rms")
 
@@ -159,22 +132,14 @@ def batch_norm_through_time(
 ) -> NormSpec:
     """Batch norm through time (BNTT): statistics, state and gain of every step of its own, no bias.
 
-    y[t] = weight[t] * (x[t] - mean[t]) / sqrt(var[t] + eps). Shapes: x (T, B, C, ...), weight and state (T,
-    C).
-    Source: Kim and Panda 2021.
+    y[t] = weight[t] * (x[t] - mean[t]) / sqrt(var[t] + eps). Shapes: x (T, B, C, ...), weight and state
+    (T, C). Source: Kim and Panda 2021.
 
     >>> batch_norm_through_time().bind((4, 8, 3, 5, 5)).running_shape
     (4, 3)
     """
-    return NormSpec(
-        f"{layout} -> t c",
-        ndim=(2, None) if "(" in layout else (3, None),
-        sizes={} if steps is None else {"t": steps},
-        weight="t c" if weight else None,
-        bias="t c" if bias else None,
-        eps=eps,
-        running=Running(momentum=momentum) if running else None,
-    )
+    state = Running(momentum=momentum) if running else None
+    return _spec(layout, steps, "t c", "t c", weight, bias, eps, running=state)
 
 
 def temporal_effective_batch_norm(
@@ -197,12 +162,27 @@ def temporal_effective_batch_norm(
     >>> bound.weight_shape, bound.running_shape
     ((4, 3), (3,))
     """
+    state = Running(momentum=momentum) if running else None
+    return _spec(layout, steps, "c", "t c", weight, bias, eps, running=state)
+
+
+def _spec(
+    layout: str,
+    steps: int | None,
+    kept: str,
+    affine_on: str,
+    weight: bool,
+    bias: bool,
+    eps: float | None,
+    **more: Any,
+) -> NormSpec:
+    """What all of them have: time steps in an axis of their own, or in that of the samples."""
     return NormSpec(
-        f"{layout} -> c",
+        f"{layout} -> {kept}",
         ndim=(2, None) if "(" in layout else (3, None),
         sizes={} if steps is None else {"t": steps},
-        weight="t c" if weight else None,
-        bias="t c" if bias else None,
+        weight=affine_on if weight else None,
+        bias=affine_on if bias else None,
         eps=eps,
-        running=Running(momentum=momentum) if running else None,
+        **more,
     )
