@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from normscope.functional import normalize
-from normscope.spec import RunningState, families
+from normscope.spec import NormSpec, RunningState, families
 
 GAIN = 0.5
 
@@ -60,5 +62,10 @@ def our_td_batch_norm(
 ) -> Tensor:
     """The same by `normscope.normalize`, which the axis of steps costs nothing."""
     sequence = x.view(steps, -1, *x.shape[1:])
-    spec = families.td_batch_norm(GAIN, eps=eps)
-    return normalize(sequence, spec, weight, bias, running=RunningState(mean, var)).flatten(0, 1)
+    state = RunningState(mean, var)
+    return normalize(sequence, _td_spec(eps), weight, bias, running=state).flatten(0, 1)
+
+
+@lru_cache
+def _td_spec(eps: float) -> NormSpec:
+    return families.td_batch_norm(GAIN, eps=eps)
