@@ -193,3 +193,33 @@ def test_gains_of_language_models_are_weighed_as_they_count(convention: str, dty
     norm = own.RMSNorm(64, convention=convention)
     nn.init.normal_(norm.weight, std=0.5)
     assert findings(norm.to(dtype), torch.randn(8, 16, 64, dtype=dtype)) == []
+
+
+def test_a_rule_that_had_nothing_to_measure_has_not_passed() -> None:
+    """Every set holds infinities: nothing has a size, a spread or a reference."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    nn.init.constant_(model[0].weight, 1e30)
+    report = normscope.check(model, torch.full((8, 16), 1e20), select=["NS102", "NS4"])
+    assert [finding.code for finding in report.findings] == ["NS406"]
+    assert report.passed == ()
+    nothing = "nothing was measured: no site had statistic sets of finite numbers"
+    assert {entry.code: entry.reason for entry in report.not_run} == {
+        **dict.fromkeys(("NS102", "NS401", "NS402", "NS403"), nothing),
+        "NS404": "every input that was seen holds NaN or infinities, and has no size (see NS406)",
+        "NS405": "nothing was compared: no site had statistic sets whose exact output is finite",
+    }
+
+
+def test_of_sites_that_are_not_identified_nothing_is_claimed() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            centered = x - x.mean(-1, keepdim=True)
+            y = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            return y + 0.1 * torch.rand(x.shape)
+
+    report = normscope.check(nn.Sequential(Noisy()), torch.randn(8, 16), select=["NS302"])
+    assert [site.spec for site in report.sites] == [None]
+    (entry,) = report.not_run
+    assert entry.reason == (
+        "no site that is identified keeps running statistics; whether others do is not known: 0 (not identified)"
+    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+import normscope.nn as own
 from normscope.doctor.refusals import Refused
 from normscope.errors import BadInput, ModelError
 from normscope.transforms import fold
@@ -317,3 +318,58 @@ def test_wrong_arguments() -> None:
     )
     with pytest.raises(ModelError, match="the model fails on the sample: RuntimeError: "):
         fold(model, torch.randn(2, 3, 5, 5))
+
+
+class Conditioned(nn.Module):
+    """A norm between two convolutions, with what comes beside its input; or over time steps."""
+
+    def __init__(self, norm: nn.Module, beside: Tensor | None) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out, self.beside = nn.Conv2d(3, 8, 3), norm, nn.Conv2d(8, 2, 1), beside
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if self.beside is not None:
+            return self.out(self.norm(y, self.beside))
+        return self.out(self.norm(y.unflatten(0, (2, 2))).flatten(0, 1))
+
+
+COMPUTED = (
+    "its gain and bias are computed in each call from what comes beside the input: no weight that is fixed could take "
+    "them over"
+)
+WEIGHT = "and the layer beside it has one weight a feature"
+OWN = {
+    "conditional": (lambda: own.ConditionalBatchNorm2d(8, classes=5), torch.arange(4), COMPUTED),
+    "adaptive": (lambda: own.AdaptiveGroupNorm(2, 8, condition_features=5), torch.ones(4, 5), COMPUTED),
+    "spatial": (
+        lambda: own.SpatiallyAdaptiveBatchNorm2d(8, label_channels=3),
+        torch.ones(4, 3, 6, 6),
+        COMPUTED,
+    ),
+    "through time": (
+        lambda: own.BatchNormThroughTime2d(2, 8),
+        None,
+        f"its stored statistics differ along t and c, {WEIGHT}",
+    ),
+    "effective": (
+        lambda: own.TemporalEffectiveBatchNorm2d(2, 8),
+        None,
+        f"its gain differs along t and c, {WEIGHT}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_each_layer_of_ours_has_its_own_reason(name: str) -> None:
+    make, beside, reason = OWN[name]
+    _, report = fold(Conditioned(make(), beside), torch.randn(4, 3, 8, 8))
+    assert [left.reason for left in report.left] == [reason]
+
+
+@pytest.mark.parametrize("norm", [own.BatchRenorm2d(8), own.GhostBatchNorm2d(8, size=2)])
+def test_renormalization_and_ghosts_are_batch_norms_in_evaluation(norm: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU()).eval()
+    folded, report = fold(model, torch.randn(4, 3, 8, 8))
+    assert (report.left, type(folded[1])) == ((), nn.Identity)

@@ -13,6 +13,10 @@ from normscope.doctor.subject import Subject
 from normscope.doctor.training_record import training_of
 from normscope.errors import told
 
+OF_SETS = frozenset({"statistics", "precision", "ranges", "stored"})
+"""probes whose measurement holds the sites that had numbers to measure"""
+NOTHING = "nothing was measured: no site had statistic sets of finite numbers"
+
 
 def judge(
     rules: Iterable[Rule], subject: Subject, reasons: dict[str, str]
@@ -41,6 +45,8 @@ def judge(
             undecided.append(NotRun(rule.code, f"decided by the modules alone ({partly.reason})"))
         if not found and not undecided and not any(True for _ in subject.known()):
             undecided.append(NotRun(rule.code, "no site whose specification is known"))
+        if not found and not undecided and _nothing_measured(rule, subject):
+            undecided.append(NotRun(rule.code, NOTHING))
         findings += found
         not_run += undecided
         if not found and not undecided:
@@ -52,7 +58,7 @@ def _blocked(rule: Rule, subject: Subject, reasons: dict[str, str]) -> NotRun | 
     if not subject.sites:
         return NotRun(rule.code, "no normalization was found")
     if rule.stateful and not any(site.has_running_state for site in subject.sites):
-        return NotRun(rule.code, "no site keeps running statistics")
+        return NotRun(rule.code, subject.stateless())
     if ("data" in rule.needs or rule.real_data) and not subject.has_data:
         return NotRun(rule.code, "needs data: pass inputs")
     if (
@@ -65,6 +71,12 @@ def _blocked(rule: Rule, subject: Subject, reasons: dict[str, str]) -> NotRun | 
     if rule.real_data and subject.synthetic:
         return NotRun(rule.code, "random inputs say nothing about your data: pass real samples")
     return runs.not_run(rule.code, rule.needs, reasons)
+
+
+def _nothing_measured(rule: Rule, subject: Subject) -> bool:
+    names = OF_SETS.intersection((*rule.needs, *rule.uses)) & subject.measured.keys()
+    essential = bool(OF_SETS.intersection(rule.needs))
+    return essential and not any(subject.measured[name] for name in names)
 
 
 def _watches(rule: Rule) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from normscope.doctor.wording import listed
+
 if TYPE_CHECKING:
     import torch
 
@@ -56,6 +58,16 @@ class Subject:
     @property
     def has_data(self) -> bool:
         return self.args is not None
+
+    def stateless(self) -> str:
+        """What is known where no running statistics were seen."""
+        unknown = [site.name or "the model" for site in self.sites if site.spec is None]
+        if not unknown:
+            return "no site keeps running statistics"
+        return (
+            "no site that is identified keeps running statistics; whether others do is not known: "
+            f"{listed(unknown)} (not identified)"
+        )
 
     def known(self) -> Iterator[Site]:
         """The sites whose specification is known."""

@@ -156,7 +156,8 @@ class Look:
             held = reading.tensors(module)
             stored = {k: t.detach().clone() for k, t in held.items() if k in ("running_mean", "running_var")}
             event = Event(
-                run="batch",
+                # a norm without state is what a check measures in evaluation
+                run="eval" if reading.mode == "input" else "batch",
                 site=site,
                 index=self._seen[site.name],
                 spec=reading.spec,

@@ -272,15 +272,15 @@ class Monitor:
             self._looked(look)
         found = self._identified()
         if found or self.steps % self.every == 0:  # what was found is measured at once
-            self._begin_look()
+            self._begin_look(costly=found)
 
     # -- looks ---------------------------------------------------------------------------------------------
 
-    def _begin_look(self) -> None:
+    def _begin_look(self, *, costly: bool = False) -> None:
         with self._surviving("no look was begun"), uninterrupted():
             subject = verdict.subject_of(self._modes, self._written, **self._settings)
             self._counters = counters(self._watches)
-            costly = self._looks % self.COSTLY_EVERY == 0
+            costly |= self._looks % self.COSTLY_EVERY == 0
             witnesses = {name: watch.witness for name, watch in self._watches.items()}
             self._look = Look(self.steps + 1, subject, self._readings, witnesses, costly=costly)
             if not self._looks:

@@ -24,8 +24,15 @@ if TYPE_CHECKING:
 
     from normscope.doctor.session import Session
     from normscope.doctor.site import Call, Site
+    from normscope.spec import NormSpec
 
     Array = NDArray[np.float64]
+
+
+COMPUTED = Obstacle(
+    "its gain and bias are computed in each call from what comes beside the input: no weight that is fixed could take "
+    "them over"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +94,7 @@ def of_the_norm(site: Site, around: Surroundings) -> Obstacle | None:
 def stored(site: Site, *, now: bool) -> Affine | Obstacle:
     """The map that a site with stored statistics is, or why it is none.
 
-    ``now``: as the model was handed over; otherwise after ``model.eval()``.
+    ``now``: as the model was handed over, with the values of what is not finite; otherwise after ``model.eval()``.
     """
     call = site.calls[0]
     spec = call.spec or site.spec
@@ -96,18 +103,38 @@ def stored(site: Site, *, now: bool) -> Affine | Obstacle:
     if "batch" in modes:
         when = "also in evaluation" if site.mode_eval == "batch" else "since it is in training mode"
         return Obstacle(f"normalizes by the batch, {when}: its function is not linear", bare=True)
+    if spec.source == "input":
+        return COMPUTED
     if not any(fold.part == "norm" for fold in spec.properties().folds):
-        return Obstacle("its statistics do not lie on one axis of features")
+        return several_axes(spec) or Obstacle("its statistics do not lie on one axis of features")
     a, b = (np.broadcast_to(value, site.tensors["running_var"].shape) for value in affine(site))
     bad = np.flatnonzero(~(np.isfinite(a) & np.isfinite(b)))
     if bad.size:
+        where = (
+            f"its scale or shift is not finite in {bad.size} of {a.size} channels, the first of them {bad[0]}"
+        )
+        if not now:
+            return Obstacle(where)
         held = {name: site.array(name) for name in ("running_mean", "running_var", "weight", "bias")}
         values = ", ".join(f"{name} {number(float(t[bad[0]]))}" for name, t in held.items() if t is not None)
-        return Obstacle(
-            f"its scale or shift is not finite in {bad.size} of {a.size} channels, the first of them {bad[0]} "
-            f"({values})"
-        )
+        return Obstacle(f"{where} ({values})")
     return Affine(a, b, feature_axis(call, site, spec.running_axes))
+
+
+def several_axes(spec: NormSpec) -> Obstacle | None:
+    """The obstacle where something of the norm differs along more than its features, as over time steps."""
+    for what, where in (
+        ("stored statistics", spec.running_axes if spec.running is not None else None),
+        ("gain", spec.weight),
+        ("bias", spec.bias),
+    ):
+        axes = (where or "").split()
+        if len(axes) > 1 and "(" not in (where or ""):
+            verb = "differ" if what == "stored statistics" else "differs"
+            return Obstacle(
+                f"its {what} {verb} along {' and '.join(axes)}, and the layer beside it has one weight a feature"
+            )
+    return None
 
 
 def affine(site: Site) -> tuple[Array, Array]:

@@ -68,7 +68,7 @@ class GapProbe(Probe):
         self._specs: dict[str, NormSpec] = {}
         self._samples = subject.batch_size
         if not any(site.has_running_state for site in subject.known()):
-            return "no site keeps running statistics"
+            return subject.stateless()
         if subject.synthetic:
             return "the inputs are random numbers; needs real data"
         if not subject.batch_size:

@@ -25,8 +25,9 @@ print(report)
 ```
 
 ## Fix
-Larger batches, batches mixed over sources, synchronized statistics over devices, or a norm that does not use the
-batch (group, layer). Gradient accumulation does not help.
+Larger batches, batches mixed over sources, synchronized statistics over devices (`normscope.nn.SyncBatchNorm`), or a
+norm that does not use the batch (group, layer); batch renormalization (`normscope.nn.BatchRenorm2d`) normalizes by
+corrected statistics of small batches. Gradient accumulation does not help.
 
 ## References
 - Wu and He 2018, Group Normalization, section 4.1: error against batch size.

@@ -31,7 +31,8 @@ print(monitor.report())
 ```
 
 ## Fix
-`torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`, more samples a rank, or a norm that does not use the batch.
+`normscope.nn.SyncBatchNorm.convert_sync_batchnorm(model)`, which runs on CPUs too, more samples a rank, or a
+norm that does not use the batch.
 
 ## References
 - Peng et al. 2018, MegDet: A Large Mini-Batch Object Detector, section 3.3: batch normalization over ranks.
@@ -93,6 +94,7 @@ def _finding(name: str, seen: SiteTraining, record: TrainingRecord) -> Finding:
             "effective_values_per_rank": values,
             "effective_values_together": None if values is None else values * record.world,
         },
-        fix="torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), more samples a rank, or a norm without the batch",
+        fix="normscope.nn.SyncBatchNorm.convert_sync_batchnorm(model), more samples a rank, or a norm without the "
+        "batch",
         mode="train",
     )

@@ -51,8 +51,10 @@ print(monitor.report())
 ```
 
 ## Fix
-Recomputed: keep the norm outside of the checkpointed part, or give it the momentum 1 - sqrt(1 - m). Accumulation:
-synchronize, use larger batches, or a norm that does not use the batch.
+Recomputed: `normscope.nn.accumulating(model)` leaves recomputations out; or keep the norm outside of the checkpointed
+part, or give it the momentum 1 - sqrt(1 - m). Accumulation: `normscope.nn.accumulating(model, 4)` moves the statistics
+once in four forwards, by all of them; each is still normalized by its own samples, which larger batches, synchronized
+statistics or a norm that does not use the batch change.
 
 ## References
 - Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost: recomputation of activations.
@@ -142,7 +144,7 @@ def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
         said = "the forward pass is run again in the backward pass (activation checkpointing)"
         if seen.repeated:
             said += f", {number(seen.repeated)} of the updates with the batch statistics of an earlier one"
-        fix = "keep the norm outside of the checkpointed part"
+        fix = "normscope.nn.accumulating(model) leaves recomputations out; or keep the norm out of what is checkpointed"
         if momentum is not None and 0 < momentum < 1:
             severity = "warning"
             evidence["effective_momentum"] = 1 - (1 - momentum) ** times
@@ -157,7 +159,10 @@ def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
             f"{number(seen.forwards)} forward passes come before each step, and each is normalized by {samples}: "
             "accumulating gradients does not enlarge the batch of this norm"
         )
-        fix = "use larger batches, synchronized statistics, or a norm that does not use the batch (group, layer)"
+        fix = (
+            f"normscope.nn.accumulating(model, {number(seen.forwards)}) moves them once per step; for larger sets use "
+            "larger batches, synchronized statistics, or a norm that does not use the batch (group, layer)"
+        )
     elif diagnosis == "closure":
         said = f"the optimizer's own step runs the model {number(seen.inside)} times, and each run moves them"
         fix = "none where this optimizer is meant"

@@ -45,7 +45,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.report import Finding
+from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import number
 
@@ -61,7 +61,12 @@ LOST = 0.5
 
 
 @rule("NS404", "half-precision-overflow", kinds="D", needs=("ranges", "precision"), real_data=True)
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
+    found = subject.measured["ranges"]
+    if found and not any(math.isfinite(seen.largest) for seen in found.values()):
+        yield NotRun(
+            "NS404", "every input that was seen holds NaN or infinities, and has no size (see NS406)"
+        )
     for site in subject.known():
         seen = subject.measured["ranges"].get(site.name)
         if seen is not None and math.isfinite(seen.largest):  # NS406 tells of inputs that are not

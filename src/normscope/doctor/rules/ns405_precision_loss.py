@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normscope.doctor.report import Finding
+from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
 from normscope.doctor.wording import number
 
@@ -57,7 +57,9 @@ HALF_ROUNDINGS = 16
 
 
 @rule("NS405", "precision-loss", kinds="D", needs=("precision", "ranges"))
-def check(subject: Subject) -> Iterator[Finding]:
+def check(subject: Subject) -> Iterator[Finding | NotRun]:
+    if not subject.measured["precision"]:
+        yield NotRun("NS405", "nothing was compared: no site had statistic sets whose exact output is finite")
     for site in subject.known():
         seen = subject.measured["precision"].get(site.name)
         if seen is None or _overflows(subject, site):

@@ -39,7 +39,8 @@ print(report)
 ```
 
 ## Fix
-Normalize over features only (layer norm over the last axis), or use statistics that count valid positions only.
+Normalize over features only (layer norm over the last axis), or count valid positions only: batch, group, layer and
+instance norms of `normscope.nn` take `mask=` or `lengths=`.
 
 ## References
 - Ba et al. 2016, Layer Normalization, section 3.1: statistics of each time step alone.
@@ -122,7 +123,8 @@ def _at_site(name: str, measured: Padding, severity: str) -> Finding:
             "relative_change_more_padding": length.relative if length else None,
             **_evidence(measured),
         },
-        fix="normalize over features only, or count valid positions only (a masked norm)",
+        fix="normalize over features only, or count valid positions only: layers of normscope.nn take mask= and "
+        "lengths=",
     )
 
 

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 import normscope.nn as own
 from normscope.doctor.folding.linear_map import LinearMap
 from normscope.doctor.folding.obstacles import Obstacle, Surroundings, both
-from normscope.doctor.folding.stored import feature_axis, of_the_norm, stored, surroundings
+from normscope.doctor.folding.stored import (
+    COMPUTED,
+    feature_axis,
+    of_the_norm,
+    several_axes,
+    stored,
+    surroundings,
+)
 from normscope.doctor.session import Session
 from normscope.doctor.sites import find_sites
 from normscope.transforms.chosen import HAND_WRITTEN
@@ -158,11 +165,13 @@ def _gain(site: Site, call: Call, around: Surroundings, blank: Step, *, gains: b
     weight, bias = site.array("weight"), site.array("bias")
     if not gains:
         return Obstacle("gains stay where they are, as was asked for")
+    if spec.source == "input":
+        return COMPUTED
     if weight is None and bias is None:
         return Obstacle("has no gain or bias that could move")
     parts = {fold.part for fold in spec.properties().folds if fold.into == "after"}
     if not {what for what, held in (("gain", weight), ("bias", bias)) if held is not None} <= parts:
-        return Obstacle("its gain and bias do not lie on one axis of features")
+        return several_axes(spec) or Obstacle("its gain and bias do not lie on one axis of features")
     size = next(held.size for held in (weight, bias) if held is not None)
     if spec.weight == "":
         return Obstacle("its gain is one number, not one a feature")
