@@ -127,7 +127,10 @@ def test_one_node_to_fx_whole_to_export_and_no_script(case):
         traced = torch.fx.symbolic_trace(_fixed(model, len(case.given)))
         assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["model.norm"]
     assert torch.equal(traced(*inputs), model(*inputs))
-    torch.testing.assert_close(torch.export.export(model, inputs).module()(*inputs), model(*inputs))
+    for training in (True, False):
+        exported = torch.export.export(copy.deepcopy(model.train(training)), inputs).module()
+        torch.testing.assert_close(exported(*inputs), model(*inputs))
+        torch.testing.assert_close(dict(exported.named_buffers()), dict(model.named_buffers()))
     with pytest.raises(
         BadInput, match=r"^torch\.jit\.script takes those layers of normscope\.nn that torch\.nn"
     ):

@@ -255,8 +255,10 @@ def test_what_torch_lacks_says_how_else_than_by_scripting(case):
         "Use torch.export."
     )
     x = case.input()
-    exported = torch.export.export(copy.deepcopy(layer), (x,)).module()
-    torch.testing.assert_close(exported(x), layer(x))
+    for training in (True, False):
+        exported = torch.export.export(copy.deepcopy(layer.train(training)), (x,)).module()
+        torch.testing.assert_close(exported(x), layer(x))
+        torch.testing.assert_close(dict(exported.named_buffers()), dict(layer.named_buffers()))
 
 
 # torch.compile ---------------------------------------------------------------
