@@ -320,7 +320,10 @@ def test_what_differs_from_step_to_step_is_not_folded(name):
     kind = {"BNTT": own.BatchNormThroughTime2d, "TEBN": own.TemporalEffectiveBatchNorm2d}[name]
     model.norms = torch.nn.ModuleList([kind(T, 8), kind(T, 8)])
     report = ns.transforms.fold(model.eval(), x)[1]
-    assert {change.reason for change in report.left} == {"its statistics do not lie on one axis of features"}
+    what = {"BNTT": "stored statistics differ", "TEBN": "gain differs"}[name]
+    assert {change.reason for change in report.left} == {
+        f"its {what} along t and c, and the layer beside it has one weight a feature"
+    }
 
 
 def test_tebn_whose_factors_are_frozen_says_so():
