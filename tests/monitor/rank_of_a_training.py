@@ -11,7 +11,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import normscope
 from normscope import Monitor
+
+NORMS = {
+    "synchronized": normscope.nn.SyncBatchNorm,
+    "renormalized": normscope.nn.BatchRenorm2d,
+    "virtual": lambda channels: normscope.nn.GhostBatchNorm2d(channels, size=2),
+}
+FEW = ("few", "synchronized", "renormalized", "virtual")
 
 
 def main(rank: int, world: int, folder: Path, scenarios: list[str]) -> None:
@@ -28,16 +36,17 @@ def main(rank: int, world: int, folder: Path, scenarios: list[str]) -> None:
 
 def train(rank: int, scenario: str, folder: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2))
+    norm = NORMS.get(scenario, nn.BatchNorm2d)
+    model = nn.Sequential(nn.Conv2d(2, 6, 3), norm(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2))
     ddp = DistributedDataParallel(model, broadcast_buffers=scenario != "apart")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     torch.manual_seed(1 + rank)
-    samples, shift = (2, 0.0) if scenario == "few" else (16, 2.0 * rank)
+    samples, shift = (2, 0.0) if scenario in FEW else (16, 2.0 * rank)
     alone = scenario == "alone" and rank > 0
     monitor = None if alone else Monitor(ddp, optimizer, every=4).start()
     for _ in range(12):
         optimizer.zero_grad()
-        for part in range(2 if scenario == "accumulation" else 1):
+        for part in range(2 if scenario in ("accumulation", "reduced") else 1):
             x = torch.randn(samples, 2, 6, 6) + shift
             if scenario == "accumulation" and part == 0:
                 with ddp.no_sync():

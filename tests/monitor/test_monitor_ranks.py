@@ -28,8 +28,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-SCENARIOS = ("together", "apart", "few", "accumulation", "alone")
-"""the last has a monitor on rank 0 only"""
+SCENARIOS = (
+    *("together", "apart", "few", "accumulation", "reduced"),
+    *("synchronized", "renormalized", "virtual", "alone"),
+)
+"""reduced: accumulation that reduces over the ranks each time; the last has a monitor on rank 0 only"""
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +93,34 @@ class TestProcesses:
             (finding,) = of("NS310", report)
             assert finding["evidence"]["diagnosis"] == "accumulation"
             assert finding["evidence"]["forward_passes_per_step"] == 2
+
+    def test_accumulation_where_each_pass_is_reduced_over_the_ranks(
+        self, trained: dict[str, list[dict]]
+    ) -> None:
+        """DistributedDataParallel writes the mean over the ranks into the gradient that the next pass adds to."""
+        for report in trained["reduced"]:
+            (finding,) = of("NS310", report)
+            assert finding["evidence"]["diagnosis"] == "accumulation"
+            assert finding["evidence"]["backward_passes_that_add_up"] == 2
+
+    def test_statistics_of_all_ranks_are_not_judged_by_those_of_one(
+        self, trained: dict[str, list[dict]]
+    ) -> None:
+        for report in trained["synchronized"]:
+            assert not [f for f in report["findings"] if f["severity"] != "info"]
+            assert of("NS206", report) == of("NS405", report) == []
+            assert (
+                "1: normalized by the samples of all ranks, of which this one sees its own alone, it is not measured"
+                in report["notes"]
+            )
+
+    @pytest.mark.parametrize("scenario", ["renormalized", "virtual"])
+    def test_norms_made_for_small_batches_are_not_called_unsynchronized(
+        self, scenario: str, trained: dict[str, list[dict]]
+    ) -> None:
+        for report in trained[scenario]:
+            assert "NS206" not in report["not_run"]
+            assert of("NS206", report) == []
 
     def test_a_rank_without_a_monitor_hangs_nothing(self, trained: dict[str, list[dict]]) -> None:
         first, _ = trained["alone"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import pytest
 import torch
@@ -293,6 +293,24 @@ class TestAccumulation:
                     model(torch.randn(32, 8) + shift).square().mean().backward()
                 optimizer.step()
         assert {f.code for f in monitor.report().findings} == {"NS205"}
+
+    @pytest.mark.parametrize("monitor_first", [True, False])
+    @pytest.mark.parametrize(("micro_batches", "said"), [(2, []), (1, ["accumulating"])])
+    def test_accumulating_is_counted_by_what_it_moves(
+        self, monitor_first: bool, micro_batches: int, said: list[str]
+    ) -> None:
+        model = Net()
+        optimizer = sgd(model)
+        managers: list[Callable[[], AbstractContextManager[object]]] = [
+            lambda: normscope.nn.accumulating(model, micro_batches),
+            lambda: Monitor(model, optimizer, every=1),
+        ]
+        with ExitStack() as stack:
+            entered = [stack.enter_context(make()) for make in managers[:: -1 if monitor_first else 1]]
+            train(model, optimizer, steps=4, batches=2)
+            (monitor,) = (one for one in entered if isinstance(one, Monitor))
+        assert int(model.tail[1].num_batches_tracked) == 8 // micro_batches
+        assert [diagnosis for _, _, _, diagnosis in told(monitor)] == said * 2
 
     def test_frozen_norms_under_accumulation_are_silent(self) -> None:
         model = Net()

@@ -49,6 +49,8 @@ class SiteTraining:
     """in the last step that was looked at: updates with the same batch statistics as an earlier one; None: no look"""
     counted_only: bool = False
     """the counter moved where no call was seen, as in compiled code"""
+    accumulated: bool = False
+    """`normscope.nn.accumulating` moved them, which the counter tells"""
     with_grad: int = 0
     """updates with gradients, those of checkpointed forward passes among them"""
     without_grad: int = 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from normscope.doctor.nested import tensors
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from normscope.doctor.probes import Probe
     from normscope.doctor.site import Site
     from normscope.doctor.subject import Subject
-    from normscope.doctor.tracing.readings import Readings
+    from normscope.doctor.tracing.readings import ModuleReading, Readings
     from normscope.monitor.ranks import Summary
 
 CALLS = 4
@@ -43,6 +44,7 @@ REPEATS = 16
 """passes whose batch statistics are compared with each other"""
 SAME = 1e-5
 """of a standard deviation: float32 roundings between two readings of equal numbers are a tenth of it"""
+SPREAD = "normalized by the samples of all ranks, of which this one sees its own alone, it is not measured"
 PROBES = (Statistics, GapProbe, EffectiveSamplesProbe)
 COSTLY = (RangeOfActivations, PrecisionOfOutput)
 """that a look has now and then: the second computes in float64"""
@@ -74,8 +76,8 @@ class Look:
         self.stored: Summary = {}
         """running statistics before the site's first forward pass in training"""
         self.failed: list[str] = []
-        self.masked: dict[str, None] = {}
-        """sites with calls that were not measured, since not all elements count in them"""
+        self.left: dict[str, str] = {}
+        """sites with calls that were not measured, and why: not all elements count in them, or others' do"""
         self._subject, self._readings = subject, readings
         self._kinds = PROBES + (COSTLY if costly else ())
         self._probes: list[Probe] | None = None  # started when the batch size is known
@@ -141,14 +143,14 @@ class Look:
         look = self.sites[site.name]
         look.recomputed += again
         look.calls += not again
-        masked = masked_call(args, kwargs, reading.spec)
-        if masked:
-            self.masked[site.name] = None
+        left = MASKED if masked_call(args, kwargs, reading.spec) else SPREAD if _spread(reading) else ""
+        if left:
+            self.left[site.name] = left
         measured = self._seen[site.name] < (1 if again else CALLS)
         compared = reading.mode == "batch" and len(self._statistics.get(site.name, ())) < REPEATS
         if not measured and not compared:
             return
-        if masked:
+        if left:
             with _apart(given.device.type):
                 self._describe_stored(look, reading.tensors(module))
             return
@@ -251,8 +253,9 @@ class Look:
         for site in subject.sites:
             if site.name in self.sites:
                 add_parameters(self.sites[site.name], site)
-        if self.masked and not self._seen:
-            self._reasons.update(dict.fromkeys((kind.name for kind in self._kinds), MASKED))
+        if self.left and not self._seen:
+            why = "; ".join(dict.fromkeys(self.left.values()))
+            self._reasons.update(dict.fromkeys((kind.name for kind in self._kinds), why))
         for probe in self._started():
             if probe.name not in self._reasons:
                 try:
@@ -260,6 +263,13 @@ class Look:
                 except Exception as error:
                     self._reasons[probe.name] = f"internal error in probe {probe.name}: {told(error)}"
         return self._reasons
+
+
+def _spread(reading: ModuleReading) -> bool:
+    """What is normalized by is in no rank's own input."""
+    if not (reading.synchronized and reading.mode == "batch"):
+        return False
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from normscope.doctor.check import chosen
 from normscope.doctor.interrupts import uninterrupted
 from normscope.doctor.report import Finding, Report
 from normscope.doctor.session import Session
-from normscope.doctor.tracing.calls import MASKED
 from normscope.doctor.tracing.paths import ModuleNames
 from normscope.errors import BadInput, NormscopeError, told
 from normscope.monitor import verdict
@@ -261,7 +260,7 @@ class Monitor:
         look = self._look
         counted = counters(self._watches) if look is not None else {}
         for name, watch in self._watches.items():
-            hidden = look is not None and not watch.called
+            hidden = look is not None and (watch.merged or not watch.called)
             watch.close(self._forwards, counted[name] - self._counters[name] if hidden else 0, inside)
         self.steps += 1
         self._forwards = 0
@@ -305,7 +304,12 @@ class Monitor:
 
     def _looked(self, look: Look) -> None:
         self.looks.update(look.sites)
-        self._note([*look.failed, *(f"{name or 'the model'}: {MASKED}" for name in look.masked)])
+        self._note(
+            [
+                *look.failed,
+                *(f"{name or 'the model'}: {why}" for name, why in look.left.items()),
+            ]
+        )
         with self._surviving("the ranks could not be compared"):
             eps = {site: float(getattr(watch.module, "eps", 0.0)) for site, watch in self._watches.items()}
             self._ranks.exchange(look.step, look.stored, eps)

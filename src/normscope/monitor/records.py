@@ -82,6 +82,7 @@ def _counts(watch: Watch) -> dict[str, Any]:
         "forwards": watch.typical("forwards"),
         "inside": watch.typical("inside"),
         "counted_only": watch.counted_only,
+        "accumulated": watch.accumulated,
         "with_grad": watch.total_with_grad,
         "without_grad": watch.without_grad,
         "stretches": watch.stretches,

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from normscope.doctor.session import _ALONE
+from normscope.nn.accumulation import is_accumulating
 from normscope.reading import read
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ class Watch:
         self.steps: deque[Step] = deque(maxlen=REMEMBERED)
         self.whole = 0  # steps that updated it
         self.total_with_grad = self.without_grad = self.in_eval = self.recalibrated = self.stretches = 0
+        self.accumulated = False
+        """`normscope.nn.accumulating` moved it"""
         self.shift = self.log_var = 0.0
         self._pending: tuple[Tensor, Tensor] | None = None
         self._partial = False
@@ -114,7 +117,7 @@ class Watch:
     def _clear(self) -> None:
         self.with_grad = self.recomputed = 0
         self._unasked = self._compared = self._moved = 0
-        self.called = self._recalibrating = False
+        self.called = self.merged = self._recalibrating = False
         self._first: tuple[Tensor, Tensor] | None = None
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -135,6 +138,9 @@ class Watch:
         self.called = True
         if self._pending is not None:
             self.settle()
+        if module.training and is_accumulating(module):  # moves later, as its own counter tells
+            self.merged = True
+            return
         if module.training and torch.is_grad_enabled():
             if self._in_train:
                 if _graph_task() != -1:
@@ -184,7 +190,8 @@ class Watch:
         unasked = self._unasked - checkpointed
         asked = self.with_grad + checkpointed
         updates = asked + self.recomputed
-        self.total_with_grad += asked + (self.recomputed if not asked else 0)
+        self.total_with_grad += asked + (self.recomputed if not asked else 0) + self.merged
+        self.accumulated |= self.merged
         if whole and not self._partial and (updates or counted):
             self.steps.append(Step(updates or counted, self.recomputed, forwards, inside, counted))
             self.whole += 1

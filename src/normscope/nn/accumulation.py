@@ -75,6 +75,19 @@ def accumulating(model: nn.Module, steps: int = 1) -> Accumulation:
     return Accumulation(model, steps)
 
 
+def is_accumulating(norm: nn.Module) -> bool:
+    """Its statistics are moved by `accumulating`, not by its own forwards.
+
+    >>> model = nn.Sequential(nn.BatchNorm1d(1))
+    >>> with accumulating(model, 2):
+    ...     is_accumulating(model[0])
+    True
+    >>> is_accumulating(model[0])
+    False
+    """
+    return norm in _ACTIVE
+
+
 class Accumulation:
     """Result of `accumulating`."""
 

@@ -4,7 +4,8 @@
 In data-parallel training every rank normalizes by the samples it holds, unless the norm is synchronized. Fires, as a
 warning, where a rank has fewer than four samples, or where its batch statistics rest on fewer than 16 independent
 values (see NS203), which leaves the batch mean off by more than a quarter of a standard deviation. The evidence gives
-samples and independent values of a rank, and what all ranks together would have.
+samples and independent values of a rank, and what all ranks together would have. Virtual batches (ghost batch norm),
+whose size was asked for, and batch renormalization, which is made for small batches, stay silent.
 
 ## Why it matters
 The loss is averaged over a large batch, but normalization sees only a small part of it: adding ranks does not make
@@ -53,6 +54,7 @@ from normscope.doctor.wording import fold, number, plural
 if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
     from normscope.doctor.training_record import SiteTraining, TrainingRecord
+    from normscope.spec import NormSpec
 
 FEW_SAMPLES = 4
 FEW_VALUES = 16.0
@@ -70,13 +72,20 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
     found = []
     for site in subject.known():
         seen = record.sites.get(site.name)
-        couples = site.spec is not None and "b" not in site.spec.stats.partition("->")[2].split()
-        if seen is None or site.mode_train != "batch" or not couples or seen.synchronized or not seen.samples:
+        if seen is None or site.mode_train != "batch" or seen.synchronized or not seen.samples:
+            continue
+        if site.spec is None or not _by_all_of_a_rank(site.spec):
             continue
         values = seen.effective
         if seen.samples < FEW_SAMPLES or (values is not None and values < FEW_VALUES):
             found.append(_finding(site.name, seen, record))
     yield from fold(found)
+
+
+def _by_all_of_a_rank(spec: NormSpec) -> bool:
+    virtual = len(spec.sample_group or ()) == 2 and "t" not in (spec.sample_group or ())
+    renormalized = spec.running is not None and spec.running.renorm is not None
+    return "b" not in spec.stats.partition("->")[2].split() and not virtual and not renormalized
 
 
 def _finding(name: str, seen: SiteTraining, record: TrainingRecord) -> Finding:

@@ -12,6 +12,7 @@ Counts the updates of each norm's running statistics between two optimizer steps
 - **closure**: the optimizer's own step runs the model several times, as L-BFGS does: info.
 - **several**: other forward passes before a step, such as two views of a batch, the steps of an adversarial attack, the
   turn of another network, or a pass that is thrown away: info.
+- **accumulating**: `normscope.nn.accumulating` moves them, but more than once in a step: info.
 - **counted**: the counter moved more than once where no call could be seen (compiled code): info.
 
 Several calls within one forward pass (siamese branches, unrolled steps) are how such a model works: silent. So are
@@ -105,6 +106,8 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
 
 def _diagnosis(subject: Subject, site: Site, seen: SiteTraining) -> str:
     assert site.spec is not None
+    if seen.accumulated:
+        return "accumulating"
     if seen.counted_only:
         return "counted"
     if seen.in_backward >= 1:
@@ -163,6 +166,12 @@ def _finding(site: Site, seen: SiteTraining, diagnosis: str) -> Finding:
             f"normscope.nn.accumulating(model, {number(seen.forwards)}) moves them once per step; for larger sets use "
             "larger batches, synchronized statistics, or a norm that does not use the batch (group, layer)"
         )
+    elif diagnosis == "accumulating":
+        said = (
+            f"normscope.nn.accumulating moves them after fewer forward passes than the {number(seen.forwards)} "
+            "that come before each step"
+        )
+        fix = f"normscope.nn.accumulating(model, {number(seen.forwards)})"
     elif diagnosis == "closure":
         said = f"the optimizer's own step runs the model {number(seen.inside)} times, and each run moves them"
         fix = "none where this optimizer is meant"

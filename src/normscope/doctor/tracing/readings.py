@@ -26,6 +26,8 @@ class ModuleReading:
     """of the tensors that it holds"""
     again: Callable[[], dict[str, Tensor]] | None = None
     """reads them anew, where they are no attributes of these names"""
+    synchronized: bool = False
+    """batch statistics are taken over all ranks"""
 
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """As they are now: buffers may have been bound to others, and parametrized weights are computed anew."""
@@ -56,4 +58,5 @@ def _read(module: nn.Module, ndim: int | None) -> ModuleReading:
         return ModuleReading(None, str(error), type(module).__name__, "input", ())
     held = all(getattr(module, name, None) is tensor for name, tensor in found.tensors.items())
     again = None if held else lambda: read(module, input_ndim=ndim).tensors
-    return ModuleReading(found.spec, "", found.type_name, found.mode_now, tuple(found.tensors), again)
+    names = tuple(found.tensors)
+    return ModuleReading(found.spec, "", found.type_name, found.mode_now, names, again, found.synchronized)
