@@ -31,7 +31,7 @@ def found(model: nn.Module, code: str, inputs: object = None, **options: object)
 def judged(code: str, *sites: Site) -> list[Finding]:
     """A rule on hand-made sites, as a checkpoint alone gives them."""
     subject = SimpleNamespace(
-        sites=list(sites), known=lambda: (s for s in sites if s.spec is not None), measured={}
+        sites=list(sites), known=lambda: (s for s in sites if s.spec is not None), measured={}, optimizer=None
     )
     return list(all_rules()[code].check(subject))  # type: ignore[arg-type]
 
@@ -299,6 +299,33 @@ class TestStatisticsAtInitialization:
         (finding,) = found(nn.Sequential(*(small() for _ in range(5))), "NS302")
         assert (finding.severity, finding.evidence["sites"]) == ("info", 10)
         assert "nothing in this model looks trained" in finding.message
+
+    @pytest.mark.parametrize("memory", ["Adam", "none"])
+    def test_norms_without_parameters_of_their_own(self, memory: str) -> None:
+        """Trained in eval mode: only an optimizer with a memory tells."""
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)).eval()
+        kinds = {"Adam": torch.optim.Adam, "none": torch.optim.SGD}
+        optimizer = kinds[memory](model.parameters(), lr=0.1)
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+        (finding,) = normscope.check(model, optimizer=optimizer, select=["NS302"]).findings
+        if memory == "Adam":
+            assert finding.severity == "warning"
+            assert "while this model was trained" in finding.message
+        else:
+            assert finding.severity == "info"
+            assert (
+                "no norm here would show a training: it is right before training, and wrong after one"
+                in finding.message
+            )
+
+    @pytest.mark.parametrize("trained", [True, False])
+    def test_gain_and_bias_made_of_a_condition_tell(self, trained: bool) -> None:
+        model = normscope.nn.ConditionalBatchNorm1d(4, classes=3).eval()
+        if trained:
+            nn.init.normal_(model.modulation.weight, 0, 0.1)
+        (finding,) = found(model, "NS302")
+        assert finding.severity == ("error" if trained else "info")
 
     def test_a_new_norm_in_a_trained_model(self) -> None:
         model = nn.Sequential(trained(small()), nn.BatchNorm2d(4))

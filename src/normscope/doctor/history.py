@@ -38,8 +38,12 @@ def affine_at_start(site: Site) -> bool | None:
     """Whether gain and bias look untouched by training; None where the site has neither.
 
     The bias tells: it starts as one number, mostly 0, and the first step moves every channel of it differently. Gains
-    may start at random (DCGAN), so they are asked only where there is no bias.
+    may start at random (DCGAN), so they are asked only where there is no bias. What makes gain and bias of a condition
+    tells where it is born as zeros.
     """
+    modulation = getattr(site.module, "modulation", None)
+    if modulation is not None and getattr(site.module, "zero", False):  # of normscope.nn
+        return not any(bool(parameter.any()) for parameter in modulation.parameters())
     asked = site.array("bias")
     if asked is None:
         asked = site.array("weight")
@@ -51,8 +55,22 @@ def affine_at_start(site: Site) -> bool | None:
 
 
 def looks_trained(subject: Subject) -> bool:
-    """Some norm of the model has left its initialization, in its gain and bias or in its statistics."""
-    return any(
+    """Some norm of the model has left its initialization, in its gain and bias or in its statistics, or the optimizer
+    remembers steps."""
+    return _stepped(subject) or any(
         affine_at_start(site) is False or (site.has_running_state and not statistics_at_start(site))
         for site in subject.sites
     )
+
+
+def would_tell(subject: Subject) -> bool:
+    """Some norm has parameters of its own, or the optimizer keeps a memory, that would show a training."""
+    return bool(subject.optimizer and subject.optimizer.defaults.get("momentum") != 0) or any(
+        affine_at_start(site) is not None for site in subject.sites
+    )
+
+
+def _stepped(subject: Subject) -> bool:
+    if subject.optimizer is None or subject.model is None:
+        return False
+    return any(subject.optimizer.state.get(parameter) for parameter in subject.model.parameters())

@@ -6,8 +6,8 @@ apart by the counter of updates:
 
 - counter 0 or absent: **never updated**. An error where the gain or bias of that norm was trained: training
   ran in eval mode, or the statistics were lost on loading (`strict=False`). A warning where other norms of
-  the model were trained. A freshly built model, with nothing trained anywhere, gets one info for all its
-  norms.
+  the model were trained, or the optimizer remembers steps. A freshly built model, with nothing trained
+  anywhere, gets one info for all its norms.
 - counter above 0: **reset, or momentum 0**. Updates were counted and left no trace: an error.
 
 A frozen norm (one that can only use stored statistics) with mean 0 and variance 1 is a plain gain and bias:
@@ -19,7 +19,8 @@ healthy, since there the batch normalizes; the same model in eval is far off.
 
 ## Known problems
 A counter that was not saved (ported checkpoints) makes a reset look like "never updated". Norms without gain
-and bias show no trace of training themselves; then the rest of the model decides. The counter of an instance
+and bias show no trace of training themselves; then the rest of the model decides, or the optimizer, where it is
+given and keeps a memory (Adam, momentum). The counter of an instance
 norm is never touched by PyTorch and counts as absent.
 
 ## Example
@@ -56,6 +57,7 @@ from normscope.doctor.history import (
     momentum_of,
     statistics_at_start,
     updates,
+    would_tell,
 )
 from normscope.doctor.report import Finding
 from normscope.doctor.rules import rule
@@ -72,16 +74,17 @@ RECOMPUTE = "recompute the statistics: forward passes over training data in trai
 def check(subject: Subject) -> Iterator[Finding]:
     diagnoses: dict[str, list[Finding]] = {}
     trained = looks_trained(subject)
+    told = trained or would_tell(subject)
     for site in subject.sites:
         # Where eval normalizes by the batch or the input, stored statistics harm nobody.
         if statistics_at_start(site) and site.mode_eval in ("running", "frozen"):
-            diagnosis, finding = _diagnose(site, trained)
+            diagnosis, finding = _diagnose(site, trained, told)
             diagnoses.setdefault(diagnosis, []).append(finding)
     for findings in diagnoses.values():
         yield from fold(findings)
 
 
-def _diagnose(site: Site, model_trained: bool) -> tuple[str, Finding]:
+def _diagnose(site: Site, model_trained: bool, told: bool) -> tuple[str, Finding]:
     count = updates(site)
     momentum = momentum_of(site)
     own = affine_at_start(site)
@@ -112,7 +115,12 @@ def _diagnose(site: Site, model_trained: bool) -> tuple[str, Finding]:
         why = f"never updated ({counted}), although gain and bias of this norm were trained."
         return "never", finding("error", why, RECOMPUTE)
     if model_trained:
-        why = f"never updated ({counted}), while other norms of this model were trained."
+        why = f"never updated ({counted}), while this model was trained."
         return "unused", finding("warning", why, RECOMPUTE + "; or remove this norm if nothing uses it")
-    why = f"never updated ({counted}); nothing in this model looks trained, so this is right before training."
+    seen = (
+        "nothing in this model looks trained, so this is"
+        if told
+        else "no norm here would show a training: it is"
+    )
+    why = f"never updated ({counted}); {seen} right before training{'' if told else ', and wrong after one'}."
     return "fresh", finding("info", why, "train before using eval mode")
