@@ -575,6 +575,49 @@ class TestPadding:
         assert self.check(model, torch.randn(4, 6, 10)) == []
         assert self.check(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), torch.randn(4, 10, 6)) == []
 
+    @pytest.mark.parametrize("layout", ["b c t", "(b t) c", "(t b) c"])
+    def test_batch_statistics_that_count_padding(self, layout: str) -> None:
+        """Zeros at padded places, where valid values have mean 2 and deviation 1: by the law of total variance."""
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.BatchNorm1d(6)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if layout == "b c t":
+                    return self.norm(x.transpose(1, 2)).transpose(1, 2)
+                if layout == "(b t) c":
+                    return self.norm(x.flatten(0, 1)).view_as(x)
+                y = x.transpose(0, 1)
+                return self.norm(y.flatten(0, 1)).view_as(y).transpose(0, 1)
+
+        valid = torch.randn(int(self.mask.sum()), 6)
+        x = torch.zeros(4, 10, 6)
+        x[self.mask] = (valid - valid.mean(0)) / valid.std(0, correction=0) + 2
+        found = self.check(Net(), x)
+        if layout == "(t b) c":  # which of its rows are valid is not known
+            assert found == []
+            return
+        (finding,) = found
+        assert (finding.site, finding.mode, finding.severity) == ("norm", "train", "warning")
+        p = 29 / 40
+        assert finding.evidence["shift_in_standard_deviations"] == pytest.approx(2 * (1 - p), rel=1e-4)
+        assert finding.evidence["variance_factor"] == pytest.approx(p + 4 * p * (1 - p), rel=1e-4)
+
+    def test_batch_statistics_by_a_mask_are_silent(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = normscope.nn.BatchNorm1d(6)
+
+            def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+                return self.norm(x, mask=mask[:, None])
+
+        x = torch.randn(4, 6, 10) + 2
+        x.transpose(1, 2)[~self.mask] = 0
+        assert self.check(Net(), (x, self.mask)) == []
+
     @pytest.mark.parametrize("fused", [True, False])
     def test_masked_attention_is_silent(self, fused: bool) -> None:
         class Encoder(nn.Module):

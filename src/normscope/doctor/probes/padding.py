@@ -3,6 +3,9 @@
 Two questions: other content at the padded places (same length), and more padded places. In both runs only valid
 positions are compared; what a model leaves in padded places is its own affair. A site whose valid input stayed the
 same and whose valid output did not is the one that mixes.
+
+In training a norm that stores statistics normalizes by those of the batch: those of all places are compared with those
+of the valid ones.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from normscope.doctor.change import change, some
 from normscope.doctor.probes import Probe
 from normscope.doctor.variants import other_length
+from normscope.reference import statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +51,16 @@ class Mixing:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """Batch statistics of all positions against those of the valid ones, over the sets with a spread."""
+
+    shift: float
+    """root mean square of the difference of the means, in units of the denominator of the valid"""
+    log_var: float
+    """log of the ratio of the variances + eps, of the median set"""
+
+
+@dataclass(frozen=True)
 class Padding:
     """``content`` (other content, same length) and ``length`` (more padding): site name -> :class:`Mixing`."""
 
@@ -59,6 +73,8 @@ class Padding:
     """padded positions in the user's batch"""
     positions: int
     """positions in the user's batch"""
+    training: dict[str, Counted]
+    """site name -> what padding does to its batch statistics, for the sites that normalize by them in training"""
 
 
 Layout = tuple[int, int]
@@ -69,7 +85,7 @@ class PaddingProbe(Probe):
     """``measured["padding"]``: :class:`Padding`."""
 
     name = "padding"
-    runs = ("eval", "padded", "other_length")
+    runs = ("eval", "batch", "padded", "other_length")
 
     def start(self, subject: Subject) -> str | None:
         if subject.mask is None:
@@ -81,14 +97,27 @@ class PaddingProbe(Probe):
         self._valid = (rows[chosen], cols[chosen])
         self._samples, self._length = subject.mask.shape
         other = other_length(subject.mask)
-        self._lengths = {"eval": self._length, "padded": self._length, "other_length": other}
+        self._lengths = {
+            "eval": self._length,
+            "batch": self._length,
+            "padded": self._length,
+            "other_length": other,
+        }
         self._before: dict[
             tuple[str, int], dict[Layout, tuple[NDArray[np.float64], NDArray[np.float64]]]
         ] = {}
         self._found: dict[str, dict[str, Mixing]] = {"padded": {}, "other_length": {}}
+        self._mask = subject.mask.cpu()
+        self._training: dict[str, Counted] = {}
+        self._folded: set[str] = set()
         return None
 
     def observe(self, event: Event) -> None:
+        if event.run == "batch":
+            counted = self._counted(event) if event.mode == "batch" else None
+            if counted is not None:
+                self._training.setdefault(event.site.name, counted)
+            return
         key = (event.site.name, event.index)
         length = self._lengths[event.run]
         if event.output.shape != event.input.shape:
@@ -125,7 +154,38 @@ class PaddingProbe(Probe):
             self._at_output(subject, "other_length"),
             int((~subject.mask).sum()),
             subject.mask.numel(),
+            {name: counted for name, counted in self._training.items() if self._located(name)},
         )
+
+    def _located(self, name: str) -> bool:
+        """One axis may hold samples of positions or positions of samples: valid values that stay as they are where
+        the padding changes tell."""
+        seen = self._found["padded"].get(name)
+        return name not in self._folded or (seen is not None and not seen.received)
+
+    def _counted(self, event: Event) -> Counted | None:
+        """None where the input does not show samples and positions."""
+        layout = next(self._layouts(event.input, self._length))
+        if min(layout) < 0:
+            return None
+        if layout[0] == layout[1]:
+            self._folded.add(event.site.name)
+        mask = self._mask if layout[0] <= layout[1] else self._mask.T
+        beside = [1] * event.input.ndim
+        for axis in layout:
+            beside[axis] = event.input.shape[axis]
+        x, spec = event.input.detach().double().cpu().numpy(), event.spec
+        moments = []
+        for valid in (None, mask.reshape(beside).numpy()):
+            mean, v, _ = statistics(x, spec, valid)
+            moments.append((mean.ravel(), (np.diagonal(v, 0, -2, -1) if spec.whiten else v).ravel()))
+        (mean, v), (mean_valid, v_valid) = moments
+        eps = spec.eps or 0.0
+        live = np.isfinite(mean + v + mean_valid + v_valid) & (v > 0) & (v_valid > 0)
+        if mean.size != v.size or not live.any():
+            return None
+        shift = np.sqrt(np.mean((mean - mean_valid)[live] ** 2 / (v_valid[live] + eps)))
+        return Counted(float(shift), float(np.median(np.log((v[live] + eps) / (v_valid[live] + eps)))))
 
     def _layouts(self, t: torch.Tensor, length: int) -> Iterator[Layout]:
         """Every way to read samples and positions off the shape, the usual one first."""

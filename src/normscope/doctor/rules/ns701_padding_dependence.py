@@ -7,12 +7,16 @@ above 1e-5 of their size counts. Names the first site whose valid outputs change
 size of both changes, or the model where its output changes and no site is responsible: a convolution across the border
 or an attention without a mask does that.
 
+In training, a norm that stores statistics normalizes by those of the batch. A warning where padding moves them: the
+means by more than a quarter of a standard deviation, or the variances by more than a factor of 1.5, against those of
+the valid positions.
+
 The severity follows what reaches the model's output at valid positions: an error from a quarter of its size on, a
 warning from 3 %, else info. Where the output cannot be matched to positions, what the site shows decides.
 
 ## Why it matters
-Predictions then depend on how long the longest sequence of the batch is. A norm over time or over the batch that
-counts padding has wrong statistics in training, too.
+Predictions then depend on how long the longest sequence of the batch is. A batch norm that counts padding in training
+stores statistics of a mixture, whose share of padding is another in evaluation, or none.
 
 ## Known problems
 Only positions that a site still shows as (B, L) are followed; after a stride or a pooling over time nothing can be
@@ -50,12 +54,13 @@ instance norms of `normscope.nn` take `mask=` or `lengths=`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
 from normscope.doctor.report import Finding, NotRun
 from normscope.doctor.rules import rule
-from normscope.doctor.wording import number, percent
+from normscope.doctor.significance import LOG_VAR, SHIFT
+from normscope.doctor.wording import fold, number, percent
 
 if TYPE_CHECKING:
     from normscope.doctor.probes.padding import Padding
@@ -98,6 +103,32 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
             evidence=_evidence(measured),
             fix="pass the mask to attention and pooling; set padded positions to zero before convolutions over time",
         )
+    yield from _in_training(measured, guilty)
+
+
+def _in_training(measured: Padding, guilty: Container[str]) -> Iterator[Finding]:
+    """Guilty sites normalize by the batch in evaluation, too."""
+    found = [
+        Finding(
+            code="NS701",
+            site=name,
+            message="in training its batch statistics count padded positions: against those of the valid ones the "
+            f"means lie {number(counted.shift)} standard deviations off, and the variances are "
+            f"{number(math.exp(counted.log_var))} times as large "
+            f"({percent(measured.masked / measured.positions)} of the positions are padded).",
+            evidence={
+                "shift_in_standard_deviations": counted.shift,
+                "variance_factor": math.exp(counted.log_var),
+                "masked_positions": measured.masked,
+                "positions": measured.positions,
+            },
+            fix="count valid positions only: batch norms of normscope.nn take mask= and lengths=",
+            mode="train",
+        )
+        for name, counted in measured.training.items()
+        if name not in guilty and (counted.shift > SHIFT or abs(counted.log_var) > LOG_VAR)
+    ]
+    yield from fold(found)
 
 
 def _severity(changes: list[float]) -> str:
