@@ -73,6 +73,7 @@ def train(
     plan: Plan,
     seed: int,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
     before: Callable[[int, Tensor, Tensor], None] = lambda step, x, y: None,
     after: Callable[[int], None] = lambda step: None,
@@ -82,13 +83,16 @@ def train(
     What layers draw themselves (dropout) follows from the seed too, and the random state around stays as it is.
 
     Arguments:
+        optimizer: one's own, with rates and decay of its own; the plan's, if not given.
         loss: of a batch; cross-entropy of ``model(x)``, if not given.
         before: called with step, images and labels before each step, after: with the step behind it (gradients are
             still there).
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream(seed, "noise").initial_seed())
-        return Trained(list(_steps(model, data, plan, seed, loss, before, after)))
+        return Trained(
+            list(_steps(model, data, plan, seed, optimizer or _optimizer(model, plan), loss, before, after))
+        )
 
 
 def _steps(
@@ -96,18 +100,19 @@ def _steps(
     data: Images,
     plan: Plan,
     seed: int,
+    optimizer: torch.optim.Optimizer,
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None,
     before: Callable[[int, Tensor, Tensor], None],
     after: Callable[[int], None],
 ) -> Iterator[float]:
-    optimizer = _optimizer(model, plan)
+    rates = [group["lr"] for group in optimizer.param_groups]
     model.train()
     for step, chosen in zip(range(plan.steps), batches(len(data.train), plan.batch, seed), strict=False):
         x, y = data.train[chosen], data.train_labels[chosen]
         before(step, x, y)
         if plan.decay:
-            for group in optimizer.param_groups:
-                group["lr"] = plan.rate * 0.5 * (1 + cos(pi * step / plan.steps))
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * 0.5 * (1 + cos(pi * step / plan.steps))
         optimizer.zero_grad(set_to_none=True)
         found = functional.cross_entropy(model(x), y) if loss is None else loss(model, x, y)
         yield (value := found.item())
