@@ -77,6 +77,19 @@ class TestTrainEvalGap:
         assert found.evidence["variance_ratio"] == pytest.approx(scale**2, rel=0.6, abs=1e-4)  # eps is in it
         assert found.evidence["significant"] is True
 
+    @pytest.mark.parametrize("layer", [normscope.nn.BatchWhitening, normscope.nn.IterNorm])
+    @pytest.mark.parametrize("state", ["covariance", "whitening"])
+    def test_variances_are_taken_of_matrices(self, layer: type[nn.Module], state: str) -> None:
+        def draw(n: int) -> torch.Tensor:
+            return torch.randn(n, 8) * (torch.arange(8) + 1.0) + torch.randn(n, 1)
+
+        model = settled(nn.Sequential(nn.Linear(8, 8), layer(8, 4, state=state)), draw)
+        x = draw(64)
+        assert self.check(model, x) == []
+        (found,) = self.check(model, 4 * x)
+        assert found.site == "1"
+        assert found.evidence["variance_ratio"] == pytest.approx(16, rel=0.5)
+
     def test_a_shift_of_half_a_standard_deviation(self) -> None:
         model = settled(convolutional())
         with torch.no_grad():

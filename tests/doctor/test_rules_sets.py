@@ -173,6 +173,21 @@ def test_ns103_batch_norm_on_tokens_first() -> None:
     assert (found.severity, found.evidence["feature_axis"], found.evidence["norm_axis"]) == ("error", 2, [1])
 
 
+def test_ns103_gains_that_come_with_the_input_stand_on_samples_too() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(3, 16)
+            self.norm = normscope.nn.AdaptiveLayerNorm(12, condition_features=4)
+
+        def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+            return self.norm(self.embed(x).transpose(1, 2), condition)
+
+    report = normscope.check(Block(), (torch.randn(8, 12, 3), torch.randn(8, 4)), select=["NS103"])
+    (found,) = report.findings
+    assert (found.site, found.severity, found.evidence["norm_axis"]) == ("norm", "warning", [2])
+
+
 def test_ns103_group_norm_on_tokens_first() -> None:
     assert (
         only("NS103", nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 12)), torch.randn(4, 12, 6)).severity

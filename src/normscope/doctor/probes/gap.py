@@ -34,6 +34,9 @@ SMALLEST_TRAIN_BATCH = 4
 """the training batch size is not known; a small one is assumed, which grants the running state more noise"""
 
 
+SPREADS = {"running_var", "running_covariance", "running_whitening"}
+
+
 @dataclass(frozen=True)
 class SiteGap:
     """What was measured at one site; ``reason`` says why nothing was."""
@@ -79,7 +82,7 @@ class GapProbe(Probe):
 
     def observe(self, event: Event) -> None:
         site = event.site
-        if "running_mean" not in site.tensors or "running_var" not in site.tensors:
+        if "running_mean" not in site.tensors or not site.tensors.keys() & SPREADS:
             return
         self._sites[site.name] = site
         self._specs[site.name] = event.spec
@@ -96,7 +99,7 @@ def _measure(order: int, site: Site, spec: NormSpec, calls: list[SampleMoments |
     moments = [call for call in calls if isinstance(call, SampleMoments)]
     if len(moments) < len(calls):
         return SiteGap(order, calls=len(calls), reason=next(call for call in calls if isinstance(call, str)))
-    mean, var = site.array("running_mean"), site.array("running_var")
+    mean, var = site.array("running_mean"), _stored_variance(site)
     if mean is None or var is None or mean.size != moments[0].mean.shape[-1]:
         return SiteGap(order, calls=len(calls), reason="its running statistics do not match its channels")
     mean, var = mean.ravel(), var.ravel()
@@ -122,6 +125,20 @@ def _measure(order: int, site: Site, spec: NormSpec, calls: list[SampleMoments |
     stored, seen = (mean[live], var[live]), (batch.batch_mean[live], now[live])
     cold = initial_values.shown(initial_values.share(site, spec), stored, seen, eps)
     return SiteGap(order, samples, int(live.sum()), gap, len(moments), between, worst, cold)
+
+
+def _stored_variance(site: Site) -> NDArray[np.float64] | None:
+    """Of each channel, also where covariances are stored, or matrices that whiten (w s w' = 1)."""
+    covariance, whitening = site.array("running_covariance"), site.array("running_whitening")
+    if whitening is not None:
+        try:
+            back = np.linalg.inv(whitening)
+        except np.linalg.LinAlgError:
+            return None
+        covariance = back @ back.swapaxes(-2, -1)
+    if covariance is not None:
+        return np.diagonal(covariance, 0, -2, -1).ravel()
+    return site.array("running_var")
 
 
 def _joined(calls: list[SampleMoments]) -> SampleMoments:

@@ -95,7 +95,8 @@ def _own_axes(spec: NormSpec, shape: tuple[int, ...]) -> set[int] | None:
     axes = {
         axis.dim
         for axis in bound.axes
-        if axis.name in names or ("..." in names and axis.name.startswith("..."))
+        if axis.dim != bound.sample_dim  # gains that come with the input stand on samples, too
+        and (axis.name in names or ("..." in names and axis.name.startswith("...")))
     }
     return axes or None
 

@@ -2,9 +2,9 @@
 
 ## What it does
 Compares the running statistics of the ranks as a forward pass finds them, after any broadcast of buffers and before
-its own update. Where buffers are broadcast or statistics synchronized they agree. Beyond rounding (1e-3 standard
-deviations, or one in a thousand of a variance) they have drifted apart: a warning where means differ by more than a
-quarter of a standard deviation or variances by a factor of more than 1.5, else info.
+its own update. Where buffers are broadcast or statistics synchronized they agree. Beyond 2 % of a standard deviation
+or of a variance they have drifted apart: a warning where means differ by more than a quarter of a standard deviation or
+variances by a factor of more than 1.5, else info.
 
 ## Why it matters
 Each rank evaluates another model, and the checkpoint holds the statistics of the rank that wrote it, which has seen a
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from normscope.doctor.subject import Subject
     from normscope.doctor.training_record import RankGap
 
-ROUNDING = 1e-3
-"""sums over ranks in another order differ by some float32 roundings, a thousand times less"""
+NEGLIGIBLE = 0.02
+"""what a slow average moves by between two broadcasts; float32 roundings are far below"""
 
 
 @rule("NS312", "ranks-diverged", kinds="T", stateful=True)
@@ -83,7 +83,7 @@ def check(subject: Subject) -> Iterator[Finding | NotRun]:
     for site in subject.sites:
         gaps = compared.get(site.name, ())
         worst = max(gaps, key=lambda gap: max(gap.shift / SHIFT, gap.log_var / LOG_VAR), default=None)
-        if worst is not None and max(worst.shift, worst.log_var) > ROUNDING:
+        if worst is not None and max(worst.shift, worst.log_var) > NEGLIGIBLE:
             found.append(_finding(site.name, worst, record.world))
     yield from fold(found)
 
