@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import normscope as ns
 from normscope.errors import BadInput, ModelError
 from normscope.identify.identification import identify
 from normscope.identify.modules import identify_module
@@ -170,4 +171,38 @@ def test_a_complex_output_is_not_cut_to_its_real_part() -> None:
     assert str(refused.value) == (
         "a callable to identify returns one array of real numbers; function <lambda>, on torch float64 returned an "
         "array of complex128. Wrap it in a function that picks the array out."
+    )
+
+
+class StoresOfAll(ns.nn.GhostBatchNorm1d):
+    """Normalizes by virtual batches, and stores the statistics of the whole batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if self.training:
+            self.running_mean.lerp_(x.mean((0, 2)), 0.1)
+            self.running_var.lerp_(x.var((0, 2)), 0.1)
+            mean, var = self.running_mean.clone(), self.running_var.clone()
+        y = super().forward(x)
+        if self.training:
+            self.running_mean.copy_(mean)
+            self.running_var.copy_(var)
+        return y
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("updates", ["each", "once"])
+def test_virtual_batches_that_update_in_turn_or_at_once(updates: str, momentum: float | None) -> None:
+    layer = ns.nn.GhostBatchNorm1d(6, size=2, updates=updates, momentum=momentum)
+    found = identify_module(layer, (8, 6, 4))
+    assert found.spec is not None
+    assert found.spec.stats == layer.spec.stats
+    assert found.spec.sizes == layer.spec.sizes
+    assert found.spec.running == layer.spec.running
+
+
+def test_virtual_batches_beside_statistics_of_the_whole_are_no_known_rule() -> None:
+    found = identify_module(StoresOfAll(6, size=2), (8, 6, 4))
+    assert found.reason == (
+        "training moves running_mean and running_var by no known rule: neither an exponential nor a plain average of "
+        "the batches' statistics"
     )

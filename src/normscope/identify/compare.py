@@ -32,7 +32,7 @@ from normscope.identify.compare_search import shrunk
 from normscope.identify.compare_sides import Both, Side
 from normscope.identify.compare_values import carried, free_values
 from normscope.identify.compare_verdict import beyond, by_field, decided
-from normscope.identify.repeats import global_generators_kept
+from normscope.identify.repeats import global_generators_kept, on_this_rank
 from normscope.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -
             "normscope.compare_norms(a, b) compares what they hold"
         )
     order = read_layout(layout)
-    with global_generators_kept(), warnings.catch_warnings():
+    with global_generators_kept(), on_this_rank(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sets of one element and the like are tried on purpose
         found = two_sides(a, b, example, order)
         return found if isinstance(found, Comparison) else _Comparing(*found, order).result()

@@ -22,6 +22,7 @@ from normscope.identify.probing import Contradiction, OnlyWhenShortened, Pair, P
 from normscope.identify.repeats import (
     find_precision,
     global_generators_kept,
+    on_this_rank,
     require_float32_shown,
     require_repeatable,
 )
@@ -91,7 +92,7 @@ def identify(
             f"training is for torch modules, which have two modes; got training={training} for a {type(fn).__name__}. "
             "Identify the function of each mode."
         )
-    with global_generators_kept():
+    with global_generators_kept(), on_this_rank():
         if is_shape(example):
             _require_usable(shape_of(example), layout)
         box = box_of(fn, example)

@@ -14,6 +14,7 @@ from torch import nn
 
 from normscope.errors import BadInput, ModelError, told
 from normscope.identify.box import is_shape
+from normscope.identify.by_itself import AsksOtherRanks, by_itself
 from normscope.identify.float64_copy import Float32AsFloat64, copied, plain_tensors
 from normscope.identify.hooks_that_act import with_hooks_that_act
 from normscope.identify.owners_hooks import copy_of
@@ -174,8 +175,10 @@ class ModuleBox:
         chance = torch.get_rng_state()
         torch.default_generator.manual_seed(self.seed)
         try:
-            with Float32AsFloat64() if self.redirect else nullcontext():
+            with by_itself(module), Float32AsFloat64() if self.redirect else nullcontext():
                 result = module(*args, **kwargs)
+        except AsksOtherRanks:
+            raise
         except (Exception, SystemExit) as error:
             raise ModelError(
                 f"{self.name} raised on a {self.dtype} input of shape {tuple(x.shape)} ({told(error)}). Pass an "

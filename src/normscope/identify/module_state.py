@@ -130,7 +130,7 @@ def _with_state(here: InMode, live: InMode, fixed: InMode, layout: str | None) -
             f"training moves {stored.mean} and {stored.var} by no known rule: neither an exponential nor a plain "
             "average of the batches' statistics"
         )
-    values = replace(values, spec=base.replace(running=rule.running))
+    values = replace(values, spec=rule.spec)
     evidence = (*live.core.evidence, law.evidence, rule.evidence, *fixed.tensor_evidence)
     notes = (*live.core.notes, *rule.notes)
     return Whole(values, "batch" if here is live else "running", stored, evidence, notes, ())

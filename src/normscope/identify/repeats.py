@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from itertools import pairwise
 from math import sqrt
 
@@ -42,6 +43,14 @@ def global_generators_kept() -> Iterator[None]:
         np.random.set_state(saved[1])  # noqa: NPY002
         if torch:
             torch.set_grad_enabled(grad)  # an interrupt may have come between entering and leaving no_grad
+
+
+def on_this_rank() -> AbstractContextManager[None]:
+    """What is called within waits for no other rank; a process without torch has none."""
+    if "torch" not in sys.modules:
+        return nullcontext()
+    found: AbstractContextManager[None] = import_module("normscope.identify.by_itself").by_itself()
+    return found
 
 
 def _seed() -> None:

@@ -1,12 +1,14 @@
 """The rule by which training moves stored statistics, from calls in a row.
 
-A call of a norm with virtual batches updates once for each; its input then holds the same virtual batch several times,
-so that k updates by the fraction m are one by 1 - (1 - m)^k.
+A call of a norm with virtual batches updates once for each, or once by the mean of what they have: two specifications,
+of which other virtual batches in one call tell the right one. To fit the first, an input holds the same virtual batch
+several times, so that k updates by the fraction m are one by 1 - (1 - m)^k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,7 +34,8 @@ LATER = 10**4
 class Rule:
     """How training moves stored statistics."""
 
-    running: Running
+    spec: NormSpec
+    """with ``running``; its virtual batches are named ``v`` where each updates in turn"""
     evidence: Evidence
     error: float
     """largest difference between the tensors and the rule over all updates, relative to their size"""
@@ -64,7 +67,23 @@ def consecutive(box: ModuleBox, inputs: list[Array]) -> list[Outcome]:
 
 
 def update_rule(box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str, Array]) -> Rule | None:
-    """How stored statistics follow `BATCHES` different batches; None where no rule of the family does it.
+    """How stored statistics follow `BATCHES` different batches; None where no rule of the family does it."""
+    rules = (_rule(box, named, stored, start) for named in _in_turn_and_at_once(spec))
+    return next((rule for rule in rules if rule is not None), None)
+
+
+def _in_turn_and_at_once(spec: NormSpec) -> Iterator[NormSpec]:
+    """The specification, and where it has virtual batches the one by which all of them update once, by their mean."""
+    yield spec
+    names = {name for group in spec.pattern.left for name in group}
+    if "v" in names:
+        other = "k" if "k" not in names else "k0"
+        sizes = {other if name == "v" else name: size for name, size in spec.sizes.items()}
+        yield spec.replace(stats=re.sub(r"\bv\b", other, spec.stats), sizes=sizes)
+
+
+def _rule(box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str, Array]) -> Rule | None:
+    """How stored statistics follow, if this is the specification.
 
     The fraction m of each update is fitted to run <- (1 - m) run + m batch. Constant fractions are an exponential
     average, 1/k in the k-th update a plain one. The correction follows from the stored variance over the biased one.
@@ -90,17 +109,21 @@ def update_rule(box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str,
     if momentum == 0:  # nothing is stored, so nothing says how
         running = Running(momentum=0.0, over=stored.placed.axes)
     told = spec.replace(running=running)
-    state = stored.state(start, round((counts[0] - 1) * turns[0]) if plain else 0)
-    error = 0.0
-    for x, after in zip(inputs, states[1:], strict=True):
-        state = reference.update_running(state, x, told)
-        for ours, theirs in ((state.mean, after.mean), (state.var, after.var)):
-            error = max(error, float(np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))))
+    batches = round((counts[0] - 1) * turns[0]) if plain else 0
+    error = _off(told, inputs, states, batches)
+    if turns[0] > 1:  # virtual batches that are not alike
+        again = consecutive(box.set(start), draws)
+        seen = [stored.state(start), *(stored.state(outcome.tensors) for outcome in again)]
+        error = max(error, _off(told, draws, seen, batches))
     if error > RULE:
         return None
     how = "as the plain mean over batches" if plain else f"by {momentum:g} of the way to each batch"
     stands = "unbiased" if correction == 1 else "biased" if correction == 0 else f"correction {correction:g}"
     counters = _counters(outcomes)
+    if turns[0] > 1 and plain and counters and all(_step(outcomes, name) != turns[0] for name in counters):
+        return (
+            None  # a plain mean over virtual batches is that over batches of as many, but it counts otherwise
+        )
     expected = 1 / (counts[0] + LATER) if plain else m
     if counters and abs(_fraction_later(box, spec, stored, start, outcomes) - expected) > LATE * expected:
         return None
@@ -116,7 +139,18 @@ def update_rule(box: ModuleBox, spec: NormSpec, stored: Stored, start: dict[str,
         {f"fraction of call {k + 1}": m for k, m in enumerate(fractions)}
         | {"stored over biased variance": ratio, "largest error": error},
     )
-    return Rule(told.running or running, evidence, error, notes)
+    return Rule(told, evidence, error, notes)
+
+
+def _off(spec: NormSpec, inputs: Sequence[Array], states: Sequence[RunningState], batches: int) -> float:
+    """The largest difference of the states from the rule, over the size of what is stored."""
+    state = RunningState(states[0].mean, states[0].var, batches)
+    error = 0.0
+    for x, after in zip(inputs, states[1:], strict=True):
+        state = reference.update_running(state, x, spec)
+        for ours, theirs in ((state.mean, after.mean), (state.var, after.var)):
+            error = max(error, float(np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))))
+    return error
 
 
 def _fraction_later(
@@ -166,6 +200,11 @@ def _counters(outcomes: Sequence[Outcome]) -> list[str]:
         if first.size == 1 and steps[0] >= 1 and len(set(steps)) == 1:
             found.append(name)
     return found
+
+
+def _step(outcomes: Sequence[Outcome], name: str) -> float:
+    first, second = (outcome.tensors[name] for outcome in outcomes[:2])
+    return float((second - first).sum())
 
 
 def _near_integer(value: float) -> float:
