@@ -15,6 +15,7 @@ import normscope as ns
 import normscope.nn as own
 from normscope import reference
 from normscope.errors import BadInput
+from normscope.kernels import library
 from normscope.reading import read
 
 MAKERS = {
@@ -148,7 +149,8 @@ def padded(items, length, layout, value=math.nan):
 
 @pytest.mark.parametrize("name", ALONG)
 def test_how_far_the_batch_was_padded_changes_nothing(name):
-    """Bit for bit; group and instance norm sum over the padded axis, where float64 sums may differ in the last bit."""
+    """Bit for bit; group and instance norm by native kernels alone: in plain PyTorch they sum over the padded axis in
+    float64, whose last bit may differ."""
     make, layout = ALONG[name]
     outputs = []
     for length in (8, 37):
@@ -160,7 +162,7 @@ def test_how_far_the_batch_was_padded_changes_nothing(name):
         outputs.append(
             [*(row[:n] for row, n in zip(y, LENGTHS, strict=True)), *(t for t in held if t is not None)]
         )
-    exact = name not in ("GroupNorm", "InstanceNorm1d")
+    exact = name not in ("GroupNorm", "InstanceNorm1d") or library.LIBRARY is not None
     for one, other in zip(*outputs, strict=True):
         torch.testing.assert_close(one, other, rtol=0 if exact else 2**-22, atol=0 if exact else 2**-22)
 
@@ -316,6 +318,68 @@ def test_compiled_norm_under_a_mask():
     norm, x, mask = filled(own.BatchNorm1d(4)).eval(), torch.randn(3, 4, 5), torch.rand(3, 1, 5) < 0.5
     compiled = torch.compile(norm, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x, mask=mask), norm(x, mask=mask))
+
+
+COMPILED = {
+    "BatchNorm1d": lambda: own.BatchNorm1d(4),
+    "BatchNorm1d cumulative": lambda: own.BatchNorm1d(4, momentum=None),
+    "BatchNorm1d eval": lambda: own.BatchNorm1d(4).eval(),
+    "BatchRenorm1d": lambda: own.BatchRenorm1d(4),
+    "ChannelsFirstLayerNorm": lambda: own.ChannelsFirstLayerNorm(4),
+    "GroupNorm": lambda: own.GroupNorm(2, 4),
+    "InstanceNorm1d tracked": lambda: own.InstanceNorm1d(4, 1e-5, 0.1, True, True),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_for_all_sizes_at_once(name):
+    torch._dynamo.reset()
+    eager, layer = filled(COMPILED[name]()), filled(COMPILED[name]())
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for samples, length in ((4, 9), (6, 13), (3, 40)):
+        lengths = torch.randint(2, length + 1, (samples,))
+        x = torch.randn(samples, 4, length).masked_fill(
+            torch.arange(length) >= lengths[:, None, None], math.nan
+        )
+        given = [x.clone().requires_grad_() for _ in range(2)]
+        results = [norm(v, lengths=lengths) for norm, v in zip((eager, compiled), given, strict=True)]
+        for y in results:
+            y.sin().sum().backward()
+        # two orders of float32 sums
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(given[0].grad, given[1].grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(eager.state_dict(), layer.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["BatchNorm1d", "BatchNorm1d eval", "GroupNorm"])
+def test_exported_for_all_sizes_at_once(name):
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = filled(COMPILED[name]())
+
+        def forward(self, x, lengths):
+            return self.norm(x, lengths=lengths)
+
+    model, (samples, length) = Masked(), torch.export.dims("samples", "length", min=2)
+    model.train(model.norm.training)
+    dynamic = {"x": {0: samples, 2: length}, "lengths": {0: samples}}
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    given = torch.randn(4, 4, 9), torch.tensor([9, 3, 5, 2])
+    program = torch.export.export(model, given, dynamic_shapes=dynamic).module()
+    program.load_state_dict(before)
+    x, lengths = torch.randn(6, 4, 13), torch.tensor([2, 13, 4, 9, 7, 5])
+    torch.testing.assert_close(program(x, lengths), model(x, lengths), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dict(program.state_dict()), dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_norm_says_that_a_set_is_too_small_for_its_variance():
+    torch._dynamo.reset()
+    norm = torch.compile(own.BatchNorm1d(4), fullgraph=True, backend="aot_eager")
+    with pytest.raises(
+        RuntimeError, match="a stored variance divides by M - 1, so every set needs M > 1 elements"
+    ):
+        norm(torch.randn(3, 4, 5), lengths=torch.tensor([1, 0, 0]))
 
 
 ERRORS = {

@@ -1,9 +1,11 @@
-"""Normalizations under a mask by kernels that know no masks.
+"""Normalizations under a mask that do not need the composite path.
 
 - By stored statistics, every element on its own: what does not count goes in as 0, and comes out as 0.
 - Statistic sets that count as a whole or not at all (a layer norm under a mask of positions): the same.
-- One set a channel, under a mask that is one for all channels (a batch norm under a mask of positions): the elements
-  that count are copied together, normalized, and put back: how far a batch was padded changes no bit.
+- A mask that is one for all channels, of batch, group and instance norm: the native kernels take it, and sum over what
+  counts as if there were no more, so that how far a batch was padded changes no bit.
+- The same of batch norm, where there is no native kernel: the elements that count are copied together, normalized, and
+  put back.
 
 Any other mask is for the composite path.
 """
@@ -16,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from normscope.functional.served import served
+from normscope.functional.served import codes, fraction_of, movable, served
+from normscope.functional.shared_mask import shared_mask
 from normscope.functional.stretches import apart, stretches, together
 from normscope.kernels import dispatch
-from normscope.kernels.elementary import axes_of
+from normscope.kernels.elementary import axes_of, spreads
+from normscope.kernels.follow_counted import follow_counted
 from normscope.spec import NormSpec, RunningState
 
 
@@ -34,15 +38,38 @@ def masked(
 ) -> Tensor | None:
     """None leaves the call, and its errors, to the composite path."""
     mask = mask[(None,) * (input.dim() - mask.dim())]
-    fits = mask.dim() == input.dim() and all(
-        have in (1, size) for have, size in zip(mask.shape, input.shape, strict=True)
-    )
-    if mask.dtype != torch.bool or not fits or spec.remainder != "error":
+    if mask.dtype != torch.bool or not spreads(mask.shape, input.shape) or spec.remainder != "error":
         return None
     if (spec.running is not None and not training) or _leaves_sets_whole(spec, input, mask):
         y = served(input.masked_fill(~mask, 0.0), spec, weight, bias, state, training)
         return None if y is None else y.masked_fill(~mask, 0.0)
-    return _together(input, spec, weight, bias, state, mask)
+    y = _natively(input, spec, weight, bias, state, mask)
+    return _together(input, spec, weight, bias, state, mask) if y is None else y
+
+
+def _natively(
+    input: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    state: RunningState | None,
+    mask: Tensor,
+) -> Tensor | None:
+    call = codes(input, spec, weight, bias, state)
+    if call is None or (state is not None and not (movable(spec) and dispatch.follows(call))):
+        return None
+    counts = shared_mask(mask, input, call)
+    found = None if counts is None else dispatch.norm_masked(input, counts, weight, bias, call)
+    if found is None:
+        return None
+    y, stats = found
+    if state is not None and spec.running is not None:
+        whose = repr(spec.stats)
+        if not torch.compiler.is_compiling():
+            whose += f" in an input of shape {tuple(input.shape)}"
+        fraction, correction = fraction_of(spec, state), float(spec.running.correction)
+        state.batches += follow_counted(state.mean, state.var, stats.detach(), fraction, correction, whose)
+    return y
 
 
 def _leaves_sets_whole(spec: NormSpec, input: Tensor, mask: Tensor) -> bool:

@@ -23,7 +23,7 @@ from normscope.distributed import pooled, summed
 from normscope.errors import BadInput
 from normscope.functional.moved import moved
 from normscope.functional.outside_programs import outside_programs
-from normscope.functional.shares import Plain, arithmetic
+from normscope.functional.shares import Of, Plain, arithmetic
 from normscope.kernels.composite import finish
 from normscope.kernels.elementary import Elementary, shape_on
 from normscope.spec import NormSpec, RunningState
@@ -51,11 +51,12 @@ def synchronized(
             _fits(kind, value, view)
     kept = " ".join(spec.pattern.kept)
     if all(where in (None, kept) for where in (spec.weight, spec.bias)):
-        y, table = over_ranks(view.x, weight, bias, arithmetic(view), group)
+        local = arithmetic(view, input)
+        y, table = over_ranks(local.source, weight, bias, local, group)
         y = view.close(y)
     else:  # one value a set is not what they are: they come after
-        bare = replace(view, spec=spec.replace(gain=1.0))
-        y, table = over_ranks(view.x, None, None, arithmetic(bare), group)
+        local = arithmetic(replace(view, spec=spec.replace(gain=1.0)))
+        y, table = over_ranks(local.source, None, None, local, group)
         y = finish(y, view, weight, bias)
     if state is not None and spec.running is not None:
         momentum = spec.running.momentum
@@ -73,21 +74,13 @@ class OverRanks(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, local: Plain, group: Any
     ) -> tuple[Tensor, Tensor]:
-        spec = local.view.spec
-        t, own, scale = local.share()
-        table = pooled(own, group)
+        share = local.share()
+        table = pooled(share.table, group)
         count, mean, m2 = table
         count = count.clamp(min=1)
-        root = (m2 / count + local.view.eps).sqrt()
-        a, c = scale / root, (own[1] - mean) / root  # xhat = a t + c
-        factor = (
-            None if weight is None else (weight.flatten().to(root.dtype) + spec.weight_offset) * spec.gain
-        )
-        if weight is None and spec.gain != 1:
-            factor = torch.full_like(root, spec.gain)
-        gain, shift = (a, c) if factor is None else (a * factor, c * factor)
-        y = local.affine(t, gain, shift if bias is None else shift + bias.flatten())
-        ctx.save_for_backward(t, factor, count, root, a, c)
+        of = Of(mean, m2 / count, local.view.eps)
+        y = local.normalized(share.t, share.shift, of, weight, bias)
+        ctx.save_for_backward(share.t, share.shift, mean, of.var, count, weight)
         ctx.local, ctx.group = local, group
         ctx.like = [None if p is None else (p.shape, p.dtype) for p in (weight, bias)]
         ctx.mark_non_differentiable(table)
@@ -100,15 +93,13 @@ class OverRanks(Function):
                 "a norm over several ranks has first derivatives only; got a backward pass with create_graph=True. "
                 "Normalize without a group there, or by stored statistics (eval())."
             )
-        t, factor, count, root, a, c = ctx.saved_tensors
-        total, along = ctx.local.sums(dy, t)
-        along = a * along + c * total  # sum(dy xhat) of this rank
+        t, shift, mean, var, count, weight = ctx.saved_tensors
+        of = Of(mean, var, ctx.local.view.eps)
+        total, along = ctx.local.sums(dy, t, shift, of)  # of this rank
         totals, alongs = summed(torch.stack([total, along]), ctx.group) / count
         dx = None
         if ctx.needs_input_grad[0]:
-            slope = 1 / root if factor is None else factor / root
-            q = slope * alongs
-            dx = ctx.local.combined(dy, t, slope, -q * a, -slope * totals - q * c)
+            dx = ctx.local.gradient(dy, t, shift, of, weight, totals, alongs)
         sums = (along * ctx.local.view.spec.gain, total)
         dweight, dbias = (
             value.view(like[0]).to(like[1]) if like is not None and wanted else None

@@ -7,6 +7,7 @@ What is kept for backward is the input, a few numbers a set, and the weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,33 @@ class Norm(Function):
             return (*again(dy, x, weight, ctx.bias, _numbers(ctx.recipe), want), None, None)
         found = ops.norm_backward(dy, None, x, stats, weight, ctx.recipe, want)
         return (*shaped(found, weight, ctx.bias, want), None, None)
+
+
+class NormMasked(Function):
+    """By the elements where a mask is True, and the statistics of each set, which have no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mask: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        codes: tuple[float, ...],
+    ) -> tuple[Tensor, Tensor]:
+        y: Tensor
+        stats: Tensor
+        y, stats = ops.norm_masked(x, mask, weight, bias, *codes)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, mask, stats, weight)
+        ctx.codes = codes
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        return y, stats
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * 5 if dy is None else (*_masked_gradients(ctx, dy, ops.norm_masked_backward), None)
 
 
 class AddNorm(Function):
@@ -169,6 +197,7 @@ def again(
     recipe: Recipe,
     want: int,
     state: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
 ) -> Grads:
     """The backward pass as something that can be differentiated: forward once more by `composite`, and through it.
 
@@ -183,7 +212,7 @@ def again(
         places = parameter_shape(x, recipe, PARAMETER)
         w_placed, b_placed = (None if t is None else t.reshape(places) for t in (w, b))
         if state is None:
-            y = composite.normalize(value, spec, w_placed, b_placed)
+            y = composite.normalize(value, spec, w_placed, b_placed, mask=mask)
         else:
             sets = parameter_shape(x, recipe, KEPT)
             mean, var = (t.reshape(sets) for t in state)
@@ -251,7 +280,33 @@ def _fixed_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return (dx, None, None, dweight, dbias, *[None] * 6)
 
 
+def _keep_masked(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, mask, weight, bias, *ctx.codes = inputs
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+    ctx.save_for_backward(x, mask, output[1], weight)
+
+
+def _masked_gradient(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_masked_gradients(ctx, dy, torch.ops.normscope.norm_masked_backward), *[None] * 6)
+
+
+def _masked_gradients(
+    ctx: Any, dy: Tensor, backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+) -> tuple[Tensor | None, None, Tensor | None, Tensor | None]:
+    """Of x, mask, weight and bias."""
+    x, mask, stats, weight = ctx.saved_tensors
+    for_x, _, for_weight, for_bias, *_rest = ctx.needs_input_grad
+    want = _want((for_x, for_weight, for_bias))
+    if torch.is_grad_enabled():
+        dx, dweight, dbias = again(dy, x, weight, ctx.bias, recipe_of(ctx.codes), want, mask=mask)
+    else:
+        found = backward(dy, x, mask, stats, weight, *ctx.codes, want)
+        dx, dweight, dbias = shaped(found, weight, ctx.bias, want)
+    return dx, None, dweight, dbias
+
+
 for _name, _backward, _setup in (
+    ("normalize_masked", _masked_gradient, _keep_masked),
     ("normalize", _norm_gradient, _keep_norm),
     ("add_normalize", _add_norm_gradient, _keep_add_norm),
     ("normalize_by", _fixed_gradient, _keep_fixed),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from normscope.kernels import library
+from normscope.kernels.elementary import spreads
 from normscope.kernels.formulas import DBIAS, DWEIGHT, DX, Recipe, recipe_of, statistics_dtype
 from normscope.kernels.formulas import (
     update_running as update_running,  # a few numbers a channel: torch's own will do
@@ -82,8 +83,40 @@ def fixed_backward(
     return _backward(FIXED_BACKWARD, codes_and_want, x, {"dy": dy}, flat)
 
 
-def _statistics(x: Tensor, recipe: Recipe) -> Tensor:
-    return x.new_zeros((3 if recipe.center else 1, recipe.sets(x)), dtype=statistics_dtype(x.dtype))
+def norm_masked(
+    x: Tensor, mask: Tensor, weight: Tensor | None, bias: Tensor | None, *codes: float
+) -> tuple[Tensor, Tensor]:
+    y, stats = torch.empty_like(x), _statistics(x, recipe_of(codes), 1)
+    _run(NORM, codes, {"x": x}, {}, {"y": y}, {"weight": weight, "bias": bias, "stats": stats}, mask=mask)
+    return y, stats
+
+
+def norm_masked_backward(
+    dy: Tensor, x: Tensor, mask: Tensor, stats: Tensor, weight: Tensor | None, *codes_and_want: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    flat = {"weight": weight, "stats": stats}
+    return _backward(NORM_BACKWARD, codes_and_want, x, {"dy": dy}, flat, mask)
+
+
+def moments(x: Tensor, mask: Tensor | None, *codes: float) -> Tensor:
+    stats = _statistics(x, recipe_of(codes), int(mask is not None))
+    _run(NORM, codes, {"x": x}, {}, {"y": x}, {"stats": stats}, ("y",), mask=mask)
+    return stats
+
+
+def norm_backward_by(
+    dy: Tensor, x: Tensor, stats: Tensor, sums: Tensor, weight: Tensor | None, *codes: float
+) -> Tensor:
+    if sums.dtype != torch.float64:
+        raise RuntimeError("normscope: sums are float64")
+    dx, flat = torch.empty_like(x), {"weight": weight, "stats": stats, "sums": sums}
+    _run(NORM_BACKWARD, codes, {"x": x}, {"dy": dy}, {"dx": dx}, flat)
+    return dx
+
+
+def _statistics(x: Tensor, recipe: Recipe, more: int = 0) -> Tensor:
+    rows = (3 if recipe.center else 1) + more
+    return x.new_zeros((rows, recipe.sets(x)), dtype=statistics_dtype(x.dtype))
 
 
 def _backward(
@@ -92,6 +125,7 @@ def _backward(
     x: Tensor,
     gradients: Mapping[str, Tensor | None],
     flat: Mapping[str, Tensor | None],
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     *codes, want = codes_and_want
     want, count = int(want), recipe_of(codes).parameters(x)
@@ -105,7 +139,7 @@ def _backward(
         "dweight": dweight if want & DWEIGHT else None,
         "dbias": dbias if want & DBIAS else None,
     }
-    _run(what, codes, {"x": x}, gradients, {"dx": dx}, flat, () if want & DX else ("dx",))
+    _run(what, codes, {"x": x}, gradients, {"dx": dx}, flat, () if want & DX else ("dx",), mask)
     return dx if want & DX else x.new_empty(0), dweight, dbias
 
 
@@ -117,6 +151,7 @@ def _run(
     results: Mapping[str, Tensor],
     flat: Mapping[str, Tensor | None],
     unwanted: Sequence[str] = (),
+    mask: Tensor | None = None,
 ) -> None:
     """One call of the kernels, tensors by the names of `NsCall`'s fields.
 
@@ -129,7 +164,7 @@ def _run(
     for one, other in (("weight", "bias"), ("mean", "var")):
         if one in vectors and other in vectors:
             vectors[other] = vectors[other].to(vectors[one].dtype)
-    _check(x, recipe, {**as_x, **given, **results}, vectors)
+    _check(x, recipe, {**as_x, **given, **results}, vectors, mask)
     if x.numel() == 0:
         return
     parameters = next((vectors[n] for n in ("weight", "bias", "dweight", "dbias") if n in vectors), x)
@@ -143,6 +178,9 @@ def _run(
         recipe=NsRecipe(recipe.axes, recipe.split, recipe.options, recipe.eps, recipe.gain, recipe.offset),
         sizes=_numbers(x.shape),
     )
+    if mask is not None:
+        steps = [s if n > 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True)]
+        call.mask, call.mask_strides = mask.data_ptr(), _numbers(steps)
 
     def attempt(inputs: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> int:
         first = next(iter(made.values()))
@@ -157,7 +195,8 @@ def _run(
         packed = {n: torch.empty_like(t, memory_format=torch.contiguous_format) for n, t in results.items()}
         code = attempt({name: t.contiguous() for name, t in as_x.items()}, packed)
         for name, t in packed.items():
-            results[name].copy_(t)
+            if name not in unwanted:
+                results[name].copy_(t)
     if code:
         raise RuntimeError(
             "normscope: out of memory"
@@ -166,18 +205,27 @@ def _run(
         )
 
 
-def _check(x: Tensor, recipe: Recipe, shaped: Mapping[str, Tensor], vectors: Mapping[str, Tensor]) -> None:
+def _check(
+    x: Tensor,
+    recipe: Recipe,
+    shaped: Mapping[str, Tensor],
+    vectors: Mapping[str, Tensor],
+    mask: Tensor | None,
+) -> None:
+    if mask is not None and (mask.dtype != torch.bool or not spreads(mask.shape, x.shape)):
+        raise RuntimeError("normscope: mask is not boolean, or not of x's axes, each of its size or 1")
     for name, t in {**shaped, **vectors}.items():
         if t.dtype not in DTYPES:
             raise RuntimeError(f"normscope: {name} is not of dtype float32, float64, bfloat16 or float16")
     for name, t in shaped.items():
         if t.shape != x.shape or t.dtype != x.dtype:
             raise RuntimeError(f"normscope: {name} is not of x's shape and dtype")
-    sets, parameters = recipe.sets(x), recipe.parameters(x)
+    sets, parameters, masked = recipe.sets(x), recipe.parameters(x), mask is not None
     counts = {
         **dict.fromkeys(("weight", "bias"), (parameters, "parameters")),
         **dict.fromkeys(("mean", "var"), (sets, "sets")),
-        "stats": (sets * (3 if recipe.center else 1), "statistics"),
+        "stats": (sets * ((3 if recipe.center else 1) + masked), "statistics"),
+        "sums": (2 * sets, "sums"),
     }
     for name, t in vectors.items():
         count, each = counts.get(name, (t.numel(), ""))

@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from normscope.kernels import composite, library, ops
-from normscope.kernels.autograd import AddNorm, Fixed, Norm, followed
+from normscope.kernels.autograd import AddNorm, Fixed, Norm, NormMasked, followed
 from normscope.kernels.elementary import HALF, constant
 from normscope.kernels.layout import (
     CENTER,
@@ -31,6 +31,7 @@ from normscope.kernels.layout import (
     KEPT,
     MOST_AXES,
     PARAMETER,
+    ROUND_FIRST,
     SCALE_SHIFT,
     SCALES,
     SPLIT_SHIFT,
@@ -53,6 +54,7 @@ transforming: Callable[[], bool] = getattr(
 tracing: Callable[[], bool] = torch._C._is_tracing
 
 apply_norm: Callable[..., Tensor] = Norm.apply
+apply_norm_masked: Callable[..., tuple[Tensor, Tensor]] = NormMasked.apply
 apply_fixed: Callable[..., Tensor] = Fixed.apply
 apply_add_norm: Callable[..., tuple[Tensor, Tensor]] = AddNorm.apply
 
@@ -67,7 +69,7 @@ def norm(
         return y if out is None else out.copy_(y)
     if out is not None:
         ops.norm_out(x, weight, bias, recipe, out)
-        _changed(out)
+        changed(out)
         return out
     if is_grad_enabled() and (
         x.requires_grad
@@ -138,7 +140,7 @@ def norm_running(
     if mean is None or var is None:
         return norm(x, weight, bias, call)
     recipe = _native(x, call)
-    if recipe is None or not _follows(call):
+    if recipe is None or not follows(call):
         return _elsewhere_running(x, weight, bias, mean, var, call, momentum)
     running = call.spec.running
     state = mean, var, float(momentum), 1.0 if running is None else float(running.correction)
@@ -150,8 +152,8 @@ def norm_running(
         y = apply_norm(x, weight, bias, recipe, state)
     else:
         y = followed(x, weight, bias, recipe, state)[0]
-    _changed(mean)
-    _changed(var)
+    changed(mean)
+    changed(var)
     return y
 
 
@@ -201,6 +203,30 @@ def add_norm(
     else:
         y, total, _ = ops.add_norm(x, residual, weight, bias, recipe)
     return y, total
+
+
+def norm_masked(
+    x: Tensor, mask: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor] | None:
+    """Normalize by the elements where a mask is True, with the statistics of each set, in a last row their number.
+
+    The mask has the axes of x, each of its size or 1, and is one for all elements that share a set and a parameter.
+    None where no native kernel serves the call.
+    """
+    if call.options & ROUND_FIRST:
+        return None
+    y: Tensor
+    if _programmable(x, call):
+        codes = _numbers(x.dtype, call, "norm")
+        y, stats = torch.ops.normscope.normalize_masked(x, mask, weight, bias, *codes)
+        return y, stats
+    if _native(x, call) is None:
+        return None
+    numbers = _numbers(x.dtype, call, "norm")
+    try:
+        return apply_norm_masked(x, mask, weight, bias, numbers)
+    except RuntimeError:  # of a layout that the kernels of rows and columns do not know under a mask
+        return None
 
 
 def _native(x: Tensor, call: Call, kind: str = "norm") -> Tensor | None:
@@ -254,7 +280,7 @@ def _eps(dtype: torch.dtype, call: Call) -> float:
     return torch.finfo(torch.float32 if dtype in HALF else dtype).eps
 
 
-def _changed(t: Tensor) -> None:
+def changed(t: Tensor) -> None:
     """Tells autograd that an operator wrote to it, so that a backward pass that needs what it held will say so."""
     if not t.is_inference():
         increment_version(t)
@@ -292,7 +318,7 @@ def _elsewhere_running(
 ) -> Tensor:
     running = call.spec.running
     correction = 1.0 if running is None else float(running.correction)
-    if _programmable(x, call) and _follows(call):
+    if _programmable(x, call) and follows(call):
         y: Tensor
         y, stats = torch.ops.normscope.normalize(x, weight, bias, *_numbers(x.dtype, call, "norm"))
         count = x.numel() / stats.shape[1]
@@ -393,7 +419,7 @@ def _numbers_of_groups(x: Tensor, call: Call) -> int:
 
 
 @constant
-def _follows(call: Call) -> bool:
+def follows(call: Call) -> bool:
     """Whether sets that share a stored value follow one another in steps of the number of stored values, and are
     averaged: not so for virtual batches, which update one after the other.
     """

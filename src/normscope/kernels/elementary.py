@@ -175,14 +175,24 @@ def _mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
         raise BadInput(
             f"a mask is boolean, True where an element counts; got {mask.dtype}. Compare first: lengths > position"
         )
-    fits = mask.ndim <= len(shape) and all(
-        have in (1, want) for have, want in zip(mask.shape[::-1], shape[::-1], strict=False)
-    )
-    if not fits:
+    if mask.ndim > len(shape) or not spreads(mask.shape, shape[len(shape) - mask.ndim :]):
         raise BadInput(
             f"a mask broadcasts to the input's shape {shape}; got {tuple(mask.shape)}. Add axes of size 1 on the right"
         )
     return mask.expand(shape)
+
+
+def spreads(sizes: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether each of as many sizes is 1 or the other.
+
+    Compared one by one, since sizes that a compiler holds open are in no tuple.
+
+    >>> spreads((2, 1), (2, 3)), spreads((2, 2), (2, 3)), spreads((2,), (2, 3))
+    (True, False, False)
+    """
+    if len(sizes) != len(to):
+        return False
+    return all(have == 1 or have == size for have, size in zip(sizes, to, strict=True))
 
 
 def _fill(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from normscope.errors import BadInput
 from normscope.kernels import whitening
@@ -51,13 +52,16 @@ def follow(running: RunningState, view: Elementary, m: Moments, momentum: float 
     if isinstance(m.count, Tensor):
         some = (m.count > 0).expand(_ones_for_erased(view)).reshape(sizes)
         present: Tensor | None = some
-        updates = (_turns_first(some, [*kept].index(turn)) if turn else some.any().reshape(1)).tolist()
+        happened = _turns_first(some, [*kept].index(turn)) if turn else some.any().reshape(1)
+        updates = happened.to(wide(view.x)).unbind() if is_compiling() else happened.tolist()
     else:
         present, updates = None, [m.count > 0] * turns
 
     fractions: list[float | Tensor] = []
     for update in updates:
-        running.batches += update
+        running.batches += (
+            1 if isinstance(update, Tensor) else update
+        )  # in a program every batch has elements
         fractions.append((1 / max(running.batches, 1) if momentum is None else momentum) * update)
 
     _move(mean, m.mean.reshape(sizes), present, [*kept], lives, turn, fractions)
@@ -133,7 +137,12 @@ def _enough(view: Elementary, count: int | Tensor) -> None:
         return
     correction = float(spec.running.correction)
     if isinstance(count, Tensor):
-        few = count[(count > 0) & (count <= correction)].tolist()
+        lacking = (count > 0) & (count <= correction)
+        if is_compiling():
+            said = f"a stored variance divides by M - {correction:g}, so every set needs M > {correction:g} elements"
+            torch._assert_async(~lacking.any(), said)
+            return
+        few = count[lacking].tolist()
     else:
         few = [count] if 0 < count <= correction else []
     if few:

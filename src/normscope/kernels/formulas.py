@@ -88,18 +88,24 @@ class Recipe:
 
 
 class View:
-    """One input along its elementary axes, in float64."""
+    """One input along its elementary axes, in float64; under a mask 0 where that is False."""
 
-    def __init__(self, x: Tensor, recipe: Recipe) -> None:
+    def __init__(self, x: Tensor, recipe: Recipe, mask: Tensor | None = None) -> None:
         self.x, self.recipe, self.shape = x, recipe, recipe.shape(x)
+        self.mask = None if mask is None else mask.expand(x.shape).reshape(self.shape)
         kinds = [axis_code(recipe.axes, i) for i in range(len(self.shape))]
         self.erased = [i for i, kind in enumerate(kinds) if not kind & KEPT]
         self.unshared = [i for i, kind in enumerate(kinds) if not kind & PARAMETER]
-        self.n = prod(self.shape[i] for i in self.erased)
         self.value = self.open(x)
+        self.count: int | Tensor = prod(self.shape[i] for i in self.erased)
+        if self.mask is not None:
+            self.count = self.sum(self.mask.to(self.value.dtype))
 
     def open(self, t: Tensor) -> Tensor:
-        return t.to(wide(t)).reshape(self.shape)
+        return self.only(t.to(wide(t)).reshape(self.shape))
+
+    def only(self, t: Tensor) -> Tensor:
+        return t if self.mask is None else t.masked_fill(~self.mask, 0.0)
 
     def close(self, t: Tensor) -> Tensor:
         """Back to the input's shape, dtype and strides."""
@@ -111,6 +117,11 @@ class View:
 
     def per_parameter(self, t: Tensor) -> Tensor:
         return t.to(wide(t)).reshape([1 if i in self.unshared else n for i, n in enumerate(self.shape)])
+
+    @property
+    def n(self) -> int | Tensor:
+        """Elements of a set; 1 where a mask leaves none."""
+        return self.count.clamp(min=1) if isinstance(self.count, Tensor) else self.count
 
     def mean(self, t: Tensor) -> Tensor:
         return self.sum(t) / self.n
@@ -130,9 +141,16 @@ class View:
 
     # N of normscope.h: what the sum of squares is divided by
     @property
-    def divisor(self) -> int:
+    def divisor(self) -> int | Tensor:
         r = self.recipe
         return {"std": self.n - r.correction, "rms": self.n, "l2": 1}[r.scale]
+
+    @property
+    def share(self) -> float | Tensor:
+        """n / N, NaN where N is 0."""
+        if isinstance(self.divisor, Tensor):
+            return torch.where(self.divisor == 0, torch.nan, self.n / self.divisor)
+        return self.n / self.divisor if self.divisor else torch.nan
 
     def denominator(self, s: Tensor) -> Tensor:
         """D for the deviation s."""
@@ -142,11 +160,7 @@ class View:
 
     def by_root(self, r: Tensor) -> tuple[Tensor, Tensor]:
         """D and q for the stored root r."""
-        root = (
-            r
-            if self.recipe.scale == "l2"
-            else r * (self.n / self.divisor if self.divisor else torch.nan) ** 0.5
-        )
+        root = r if self.recipe.scale == "l2" else r * self.share**0.5
         d = self.denominator(root)
         if self.recipe.eps_at == "variance":
             return d, torch.ones_like(d)
@@ -157,8 +171,8 @@ class View:
     def finish(self, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if self.recipe.round_first:
             xhat = xhat.to(self.x.dtype).to(xhat.dtype)
-        y = self.factor(weight) * xhat
-        return self.close(y if bias is None else y + self.per_parameter(bias))
+        y = self.factor(weight) * self.only(xhat)
+        return self.close(y if bias is None else self.only(y + self.per_parameter(bias)))
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -166,15 +180,30 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *codes: float) -> tuple[Tensor, Tensor]:
-    view = View(x, recipe_of(codes))
-    recipe, dtype = view.recipe, statistics_dtype(x.dtype)
+    return _norm(View(x, recipe_of(codes)), weight, bias)
+
+
+def norm_masked(
+    x: Tensor, mask: Tensor, weight: Tensor | None, bias: Tensor | None, *codes: float
+) -> tuple[Tensor, Tensor]:
+    return _norm(View(x, recipe_of(codes), mask), weight, bias)
+
+
+def moments(x: Tensor, mask: Tensor | None, *codes: float) -> Tensor:
+    return _norm(View(x, recipe_of(codes), mask), None, None)[1]
+
+
+def _norm(view: View, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    recipe, dtype = view.recipe, statistics_dtype(view.x.dtype)
     mean = view.mean(view.value) if recipe.center else torch.zeros_like(view.sum(view.value))
-    centered = view.value - mean
+    centered = view.only(view.value - mean)
     squares = view.sum(centered.square())
     r = (squares if recipe.scale == "l2" else squares / view.n).sqrt()
     y = view.finish(centered / view.by_root(r)[0], weight, bias)
     high = mean.to(dtype)
     rows = [high, (mean - high).to(dtype), r.to(dtype)] if recipe.center else [r.to(dtype)]
+    if isinstance(view.count, Tensor):
+        rows.append(view.count.to(dtype))
     return y, torch.stack([row.flatten() for row in rows])
 
 
@@ -182,16 +211,46 @@ def norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, *codes_and_want: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     *codes, want = codes_and_want
-    view = View(x, recipe_of(codes))
-    d, q = view.by_root(view.per_set(stats[-1]))
-    mean = view.per_set(stats[0]) + view.per_set(stats[1]) if view.recipe.center else 0.0
-    xhat = (view.value - mean) / d
+    return _norm_backward(View(x, recipe_of(codes)), dy, dsum, stats, weight, int(want))
+
+
+def norm_masked_backward(
+    dy: Tensor, x: Tensor, mask: Tensor, stats: Tensor, weight: Tensor | None, *codes_and_want: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    *codes, want = codes_and_want
+    return _norm_backward(View(x, recipe_of(codes), mask), dy, None, stats, weight, int(want))
+
+
+def norm_backward_by(
+    dy: Tensor, x: Tensor, stats: Tensor, sums: Tensor, weight: Tensor | None, *codes: float
+) -> Tensor:
+    """``sums``: of g over n and of g xhat over N, of each set."""
+    return _norm_backward(View(x, recipe_of(codes)), dy, None, stats, weight, DX, sums)[0]
+
+
+def _norm_backward(
+    view: View,
+    dy: Tensor,
+    dsum: Tensor | None,
+    stats: Tensor,
+    weight: Tensor | None,
+    want: int,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    center = view.recipe.center
+    d, q = view.by_root(view.per_set(stats[2 if center else 0]))
+    mean = view.per_set(stats[0]) + view.per_set(stats[1]) if center else 0.0
+    xhat = view.only((view.value - mean) / d)
     g = view.factor(weight) * view.open(dy)
-    dx = g - xhat * q * view.sum(g * xhat) / view.divisor
-    dx = (dx - view.mean(g) if view.recipe.center else dx) / d
+    if sums is None:
+        level, along = view.mean(g), view.sum(g * xhat) / view.divisor
+    else:
+        level, along = (view.per_set(row) for row in sums)
+    dx = g - xhat * q * along
+    dx = view.only((dx - level if center else dx) / d)
     if dsum is not None:
         dx = dx + view.open(dsum)
-    return _wanted(view, int(want), weight, dx, view.open(dy), xhat)
+    return _wanted(view, want, weight, dx, view.open(dy), xhat)
 
 
 def add_norm(

@@ -150,8 +150,8 @@ def run(call: NsCall) -> int:
 # In the words of dispatch.py, which decides.
 ELSEWHERE = {
     "plain PyTorch": (
-        "torch.func, forward mode, second derivatives; masks, whitening, renormalization and other specifications "
-        "that normscope.kernels.layout.call() calls unserved; integer and complex numbers"
+        "torch.func, forward mode, second derivatives; masks of each channel, whitening, renormalization and other "
+        "specifications that normscope.kernels.layout.call() calls unserved; integer and complex numbers"
     ),
     "PyTorch's own kernels": "other devices than the CPU; export by torch.jit and to ONNX",
 }

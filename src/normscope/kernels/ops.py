@@ -1,11 +1,11 @@
 """The operators ``normscope::*`` of PyTorch's dispatcher: schemas, kernels, shapes of results.
 
-There are three sets that compute the same:
+There are three sets that compute the same (under a mask, whose calls take longer, the first two):
 
 - raw ones (`norm`, `norm_backward`, ...), whose recipe is six numbers, without gradient;
-- `normalize`, `add_normalize` and `normalize_by`, which have one, of `normscope.kernels.autograd`: `torch.compile` and
-  `torch.export` put these into a program, which can be saved and trained further. A gradient registered with an
-  operator costs each call tens of microseconds of Python, so nothing else uses them;
+- `normalize`, `add_normalize`, `normalize_by` and `normalize_masked`, which have one, of `normscope.kernels.autograd`:
+  `torch.compile` and `torch.export` put these into a program, which can be saved and trained further. A gradient
+  registered with an operator costs each call tens of microseconds of Python, so nothing else uses them;
 - `norm_packed`, ..., whose recipe is one tensor of six numbers: for calls that Python makes one by one, from
   `normscope.kernels.autograd`. PyTorch takes a third of a microsecond to hand over a number, as much as a small
   normalization takes, and a tensor costs no more than one number.
@@ -35,6 +35,7 @@ ADD_NORM = (
     "-> (Tensor y, Tensor sum, Tensor stats)"
 )
 FIXED = f"(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, {RECIPE}) -> Tensor y"
+NORM_MASKED = f"(Tensor x, Tensor mask, Tensor? weight, Tensor? bias, {RECIPE}) -> (Tensor y, Tensor stats)"
 GRADIENTS = "(Tensor dx, Tensor dweight, Tensor dbias)"
 
 SCHEMAS = {
@@ -48,12 +49,23 @@ SCHEMAS = {
     "norm_out": f"(Tensor x, Tensor? weight, Tensor? bias, {RECIPE}, Tensor(a!) out) -> ()",
     "update_running": "(Tensor(a!) mean, Tensor(b!) var, Tensor stats, float momentum, float count, float correction) "
     "-> ()",
+    "norm_masked": NORM_MASKED,
+    "norm_masked_backward": "(Tensor dy, Tensor x, Tensor mask, Tensor stats, Tensor? weight, "
+    f"{RECIPE}, int want) -> {GRADIENTS}",
+    "moments": f"(Tensor x, Tensor? mask, {RECIPE}) -> Tensor stats",
+    "norm_backward_by": f"(Tensor dy, Tensor x, Tensor stats, Tensor sums, Tensor? weight, {RECIPE}) -> Tensor dx",
     # with gradients
     "normalize": NORM,
     "add_normalize": ADD_NORM,
     "normalize_by": FIXED,
+    "normalize_masked": NORM_MASKED,
 }
-SAME_AS = {"normalize": "norm", "add_normalize": "add_norm", "normalize_by": "fixed"}
+SAME_AS = {
+    "normalize": "norm",
+    "add_normalize": "add_norm",
+    "normalize_by": "fixed",
+    "normalize_masked": "norm_masked",
+}
 """operators with gradients, and the raw ones that compute the same"""
 
 PACKED = {
@@ -137,9 +149,10 @@ def self_test() -> str:
 # Shapes of results --------------------------------------------------------------------------------------------------
 
 
-def _statistics(x: Tensor, codes: tuple[float, ...]) -> Tensor:
+def _statistics(x: Tensor, codes: tuple[float, ...], masked: bool = False) -> Tensor:
     recipe = recipe_of(codes)
-    return x.new_empty((3 if recipe.center else 1, recipe.sets(x)), dtype=statistics_dtype(x.dtype))
+    rows = (3 if recipe.center else 1) + masked
+    return x.new_empty((rows, recipe.sets(x)), dtype=statistics_dtype(x.dtype))
 
 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *codes: float) -> tuple[Tensor, Tensor]:
@@ -184,6 +197,29 @@ def _fixed_backward(
     return _gradients(x, weight, codes, want)
 
 
+def _norm_masked(
+    x: Tensor, mask: Tensor, weight: Tensor | None, bias: Tensor | None, *codes: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), _statistics(x, codes, True)
+
+
+def _norm_masked_backward(
+    dy: Tensor, x: Tensor, mask: Tensor, stats: Tensor, weight: Tensor | None, *codes_and_want: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *codes, want = codes_and_want
+    return _gradients(x, weight, codes, want)
+
+
+def _moments(x: Tensor, mask: Tensor | None, *codes: float) -> Tensor:
+    return _statistics(x, codes, mask is not None)
+
+
+def _norm_backward_by(
+    dy: Tensor, x: Tensor, stats: Tensor, sums: Tensor, weight: Tensor | None, *codes: float
+) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _nothing(*_: Any) -> None:
     return None
 
@@ -194,6 +230,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "add_norm": _add_norm,
     "fixed": _fixed,
     "fixed_backward": _fixed_backward,
+    "norm_masked": _norm_masked,
+    "norm_masked_backward": _norm_masked_backward,
+    "moments": _moments,
+    "norm_backward_by": _norm_backward_by,
     "norm_out": _nothing,
     "update_running": _nothing,
 }
@@ -216,3 +256,7 @@ add_norm = raw("add_norm_packed")
 fixed = raw("fixed_packed")
 fixed_backward = raw("fixed_backward_packed")
 update_running = raw("update_running")
+norm_masked = raw("norm_masked")
+norm_masked_backward = raw("norm_masked_backward")
+moments = raw("moments")
+norm_backward_by = raw("norm_backward_by")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_double, c_int32, c_int64, c_void_p, sizeof
 
-ABI = 1
+ABI = 2
 """NS_ABI: a library with another number is not used"""
 
 NORM, NORM_BACKWARD, FIXED, FIXED_BACKWARD = range(4)
@@ -25,7 +25,9 @@ class NsCall(Structure):
         ("recipe", NsRecipe),
         *((name, POINTER(c_int64)) for name in ("sizes", "x_strides", "y_strides")),
         *((name, c_void_p) for name in ("x", "residual", "weight", "bias", "mean", "var", "dy", "dsum")),
-        *((name, c_void_p) for name in ("y", "sum", "stats", "dx", "dweight", "dbias")),
+        *((name, c_void_p) for name in ("y", "sum", "stats", "dx", "dweight", "dbias", "mask")),
+        ("mask_strides", POINTER(c_int64)),
+        ("sums", c_void_p),
     ]
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
-from normscope.kernels.elementary import axes_of, place
+from normscope.kernels.elementary import axes_of, place, spreads
 from normscope.nn.torch_tools import leaf
 from normscope.spec import NormSpec, RunningState
 
@@ -142,12 +142,7 @@ def _with_data(packed: PackedSequence, data: Tensor) -> Tensor:
 
 def _fits(layer: str, input: Tensor, mask: Any) -> None:
     """Fewer axes would broadcast too, and (N, L) to (N, C, L) silently along the channels where N is C."""
-    fits = (
-        isinstance(mask, Tensor)
-        and mask.dtype == torch.bool
-        and mask.dim() == input.dim()
-        and all(have in (1, size) for have, size in zip(mask.shape, input.shape, strict=True))
-    )
+    fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and spreads(mask.shape, input.shape)
     if not fits:
         got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise BadInput(

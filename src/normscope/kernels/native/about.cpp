@@ -28,6 +28,7 @@ int ns_struct_layout(int64_t *numbers) {
       offsetof(NsCall, residual), offsetof(NsCall, weight), offsetof(NsCall, bias), offsetof(NsCall, mean),
       offsetof(NsCall, var), offsetof(NsCall, dy), offsetof(NsCall, dsum), offsetof(NsCall, y), offsetof(NsCall, sum),
       offsetof(NsCall, stats), offsetof(NsCall, dx), offsetof(NsCall, dweight), offsetof(NsCall, dbias),
+      offsetof(NsCall, mask), offsetof(NsCall, mask_strides), offsetof(NsCall, sums),
   };
   std::copy(std::begin(layout), std::end(layout), numbers);
   return static_cast<int>(std::size(layout));

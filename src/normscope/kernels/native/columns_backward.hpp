@@ -40,7 +40,7 @@ struct Backward {
       : x(c, problem), own(own_), stream(streams(x, c.dx) && own_) {}
 
   bool parameters() const { return x.c.dweight || x.c.dbias; }
-  bool sums() const { return own || parameters(); }
+  bool sums() const { return (own && !x.c.sums) || parameters(); }
 
   BackStretch<T> stretch(const Offset &at, const Span &s) const {
     const int64_t y = at.y + s.begin;
@@ -60,7 +60,7 @@ struct Backward {
       if (b.dx) b.dx += to_y;
       return b;
     };
-    x.p.stretches(begin, end, [&](const Offset &o, int64_t line, int64_t n, const Loop &loop) {
+    x.p.stretches(at, begin, end, [&](const Offset &o, int64_t line, int64_t n, const Loop &loop) {
       BackStretch<T> b = moved(o.x, o.y);
       b.x_stride = loop.x, b.y_stride = loop.y, b.lines = n;
       body(b, line);
@@ -90,6 +90,29 @@ struct Backward {
     // Lines summed in compute values: of those that are added one by one, fewer.
     const int64_t block = x.p.line_parameters ? 16 : 64;
     std::fill(out.sum, out.sum + s.padded, 0.0), std::fill(out.product, out.product + s.padded, 0.0);
+    const auto add = [&] {
+      for (int64_t i = 0; i < s.padded; ++i) out.sum[i] += double(work[i]);
+      for (int64_t i = 0; i < s.padded; ++i) out.product[i] += double(work[s.padded + i]);
+    };
+    if (x.p.valid) {
+      const T *x_list[kMostListed], *dy_list[kMostListed];
+      int64_t filled = 0;
+      const Loop &loop = x.p.valid->inner();
+      const auto flush = [&] {
+        std::fill(work, work + 2 * s.padded, C(0));
+        add_products<T>(Listed<T>{x_list, loop.x}, Listed<T>{dy_list, loop.y}, filled, s.width, by.mean, work,
+                        work + s.padded);
+        add(), filled = 0;
+      };
+      each_stretch(at, begin, end, s, [&](const BackStretch<T> &lines, int64_t) {
+        for (int64_t l = 0; l < lines.lines; ++l) {
+          x_list[filled] = lines.x + l * lines.x_stride, dy_list[filled] = lines.dy + l * lines.y_stride;
+          if (++filled == kMostListed) flush();
+        }
+      });
+      if (filled) flush();
+      return;
+    }
     each_stretch(at, begin, end, s, [&](BackStretch<T> lines, int64_t line) {
       for (int64_t left = lines.lines; left > 0; left -= block) {
         lines.lines = std::min(left, block);
@@ -103,10 +126,10 @@ struct Backward {
           add_products_lines(lines, by.mean, by.slope, by.level, x.factor(outer) + line, work, work + s.padded,
                              line_sums + line, line_sums + x.p.lines + line);
         } else {
-          add_products(lines, by.mean, work, work + s.padded);
+          add_products<T>(Strided<T>{lines.x, lines.x_stride}, Strided<T>{lines.dy, lines.y_stride}, lines.lines,
+                          lines.width, by.mean, work, work + s.padded);
         }
-        for (int64_t i = 0; i < s.padded; ++i) out.sum[i] += double(work[i]);
-        for (int64_t i = 0; i < s.padded; ++i) out.product[i] += double(work[s.padded + i]);
+        add();
         lines.x += block * lines.x_stride, lines.dy += block * lines.y_stride, line += block;
       }
     });
@@ -114,10 +137,11 @@ struct Backward {
 
   // From the sums over all lines: products become those with xhat, and slopes what dx is made with. `set_sums` holds two
   // values a set.
-  void finish(int64_t outer, const Span &s, const Sets<T> &sets, const Products &sums, const Slopes<T> &by,
+  void finish(int64_t outer, const Offset &at, const Span &s, const Sets<T> &sets, const Products &sums, const Slopes<T> &by,
               double *set_sums) const {
     using C = Compute<T>;
     const C *factor = x.p.line_parameters ? nullptr : x.factor(outer) + s.begin;
+    const Recipe r = x.recipe(at);
     if (!x.p.line_parameters && this->sums())
       each_slot(x, s, [&](int64_t i, int64_t set) {
         sums.product[i] = sets.inverse[set] * (sums.product[i] - double(sets.low[set]) * sums.sum[i]);
@@ -126,14 +150,17 @@ struct Backward {
       const int64_t n = x.sets(s);
       double *of_g = set_sums, *of_gx = set_sums + n;
       std::fill(set_sums, set_sums + 2 * n, 0.0);
-      if (factor) {
+      if (x.c.sums) {
+        x.each_set(at, s, [&](int64_t i, int64_t k) { of_g[i] = x.c.sums[k], of_gx[i] = x.c.sums[x.p.p.sets + k]; });
+      } else if (factor) {
         each_slot(x, s, [&](int64_t i, int64_t set) {
           of_g[set] += double(factor[i]) * sums.sum[i], of_gx[set] += double(factor[i]) * sums.product[i];
         });
       } else {
         each_slot(x, s, [&](int64_t i, int64_t set) { of_g[set] += sums.sum[i], of_gx[set] += sums.product[i]; });
       }
-      const double center = x.r.center ? 1 / x.r.n : 0, divisor = x.r.divisor;
+      // Sums that are given are divided already.
+      const double center = !r.center ? 0 : x.c.sums ? 1 : 1 / r.n, divisor = x.c.sums ? 1 : r.divisor;
       for (int64_t i = 0; i < n; ++i) {
         const double curve = -sets.inverse[i] * (sets.motion[i] * of_gx[i] / divisor);
         of_g[i] = -(center ? of_g[i] * center : 0) - curve * double(sets.low[i]);
@@ -146,7 +173,7 @@ struct Backward {
       each_slot(x, s, [&](int64_t i, int64_t set) { by.slope[i] = C(sets.inverse[set] * double(factor[i])); });
     }
     // What is centered alone is always 0: not what rounding leaves of a difference of large values.
-    if (own && x.r.center && x.r.n == 1)
+    if (own && r.center && r.n <= 1 && !x.c.sums)
       for (int64_t i = 0; i < s.padded; ++i) by.slope[i] *= 0, by.curve[i] *= 0, by.level[i] *= 0;
   }
 
@@ -238,7 +265,7 @@ int backward_near(const Backward<T> &b) {
       const Offset at = p.p.kept.at(outer);
       b.start(outer, at, s, sets, by);
       if (b.sums()) b.sum(outer, at, 0, p.lines, s, by, products, work, mine);
-      b.finish(outer, s, sets, products, by, set_sums);
+      b.finish(outer, at, s, sets, products, by, set_sums);
       if (!lines && b.parameters()) {
         for (int64_t i = 0; i < s.padded; ++i) mine[i] += products.sum[i];
         for (int64_t i = 0; i < s.padded; ++i) mine[p.padded + i] += products.product[i];
@@ -309,7 +336,7 @@ int backward_far(const Backward<T> &b) {
       for (int64_t i = 0; i < s.padded; ++i) all.sum[i] += next.sum[i];
       for (int64_t i = 0; i < s.padded; ++i) all.product[i] += next.product[i];
     }
-    b.finish(outer, s, sets, all, slopes(outer, s), set_sums);
+    b.finish(outer, p.p.kept.at(outer), s, sets, all, slopes(outer, s), set_sums);
   });
   if (result == NS_DONE && x.c.dx)
     result = parallel_for(tasks, p.threads, [&](int64_t task) {
@@ -329,9 +356,12 @@ int backward(const NsCall &c, const Problem &problem, bool own) {
     }
     return NS_DONE;
   }
+  if (!serves(c, problem)) return NS_UNSERVED;
   const Backward<T> b(c, problem, own);
-  if (!b.x.memory) return NS_NO_MEMORY;
-  return b.x.p.near ? backward_near(b) : backward_far(b);
+  if (!b.x) return NS_NO_MEMORY;
+  const int result = b.x.p.near ? backward_near(b) : backward_far(b);
+  if (c.mask && c.dx) clear_masked(b.x, (T *)c.dx);
+  return result;
 }
 
 }  // namespace columns

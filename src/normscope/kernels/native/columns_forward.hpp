@@ -1,6 +1,7 @@
 // Columns: normalization, by a call's own statistics or by stored ones.
 #pragma once
 #include <cstdint>
+#include <cstring>
 
 #include "columns_lines.hpp"
 #include "columns_plan.hpp"
@@ -75,7 +76,7 @@ void apply_lines(const Context<T> &x, int64_t outer, const Offset &at, int64_t b
   };
   const T *from = (const T *)x.c.x + at.x + s.begin;
   T *to = (T *)x.c.y + at.y + s.begin;
-  p.stretches(begin, end, [&](const Offset &o, int64_t line, int64_t n, const Loop &loop) {
+  p.stretches(at, begin, end, [&](const Offset &o, int64_t line, int64_t n, const Loop &loop) {
     go({from + o.x, to + o.y, loop.x, loop.y, n, s.width}, line);
   });
   if (const int64_t width = p.rest_in(s); width && end == p.lines)
@@ -88,7 +89,7 @@ template <class T>
 void moments(const Context<T> &x, const Offset &at, int64_t begin, int64_t end, const Span &s, const Moments &m,
              Compute<T> *work) {
   columns::with(x.r.center, [&](auto center) {
-    moments_of<T, center.value>(x.p, (const T *)x.c.x + at.x, begin, end, s, m, work);
+    moments_of<T, center.value>(x.p, (const T *)x.c.x, at, begin, end, s, m, work);
   });
 }
 
@@ -96,7 +97,7 @@ template <class T>
 void finish(const Context<T> &x, int64_t outer, const Offset &at, const Span &s, const Moments *m, Sets<T> &sets,
             const Affine<T> &by) {
   if (m) {
-    join_columns(x, s, *m, (const T *)x.c.x + at.x, sets);
+    join_columns(x, s, *m, at, sets);
     put_statistics(x, at, s, sets);
   } else {
     get_stored(x, at, s, sets);
@@ -121,7 +122,7 @@ int forward_near(const Context<T> &x, bool own, bool stream) {
     if (own) moments(x, at, 0, p.lines, s, m, arrays);
     const Affine<T> by = Affine<T>::in(arrays, s.padded);
     finish(x, outer, at, s, own ? &m : nullptr, sets, by);
-    apply_lines(x, outer, at, 0, p.lines, s, by, stream);
+    if (x.c.y) apply_lines(x, outer, at, 0, p.lines, s, by, stream);
     return NS_DONE;
   });
 }
@@ -139,7 +140,9 @@ int forward_far(const Context<T> &x, bool own, bool stream) {
   const auto chunk = [&](int64_t outer, int64_t k, const Span &s) {
     return Moments::in(sums + (outer * p.chunks + k) * 3 * p.padded + s.begin, p.padded);
   };
-  const auto lines = [&](int64_t k) { return std::min(p.chunk, p.lines - k * p.chunk); };
+  const auto lines = [&](const Offset &at, int64_t k) {
+    return std::clamp<int64_t>(p.lines_at(at) - k * p.chunk, 0, p.chunk);
+  };
   const auto each = [&](int64_t task, auto &&body) {
     const int64_t part = task / p.tiles, outer = part / p.chunks, k = part % p.chunks;
     body(outer, k, p.span(task % p.tiles));
@@ -153,8 +156,8 @@ int forward_far(const Context<T> &x, bool own, bool stream) {
           done = NS_NO_MEMORY;
           return;
         }
-        moments(x, p.p.kept.at(outer), k * p.chunk, k * p.chunk + lines(k), s, chunk(outer, k, s),
-                own_memory.take<C>(3 * s.padded));
+        const Offset at = p.p.kept.at(outer);
+        moments(x, at, k * p.chunk, k * p.chunk + lines(at, k), s, chunk(outer, k, s), own_memory.take<C>(3 * s.padded));
       });
       return done;
     });
@@ -167,17 +170,19 @@ int forward_far(const Context<T> &x, bool own, bool stream) {
     Arrays own_memory(Sets<T>::bytes(x.sets(s)));
     if (!own_memory) return NS_NO_MEMORY;
     Sets<T> sets(own_memory, x.sets(s));
+    const Offset at = p.p.kept.at(outer);
     const Moments m = own ? chunk(outer, 0, s) : Moments{};
     for (int64_t k = 1; own && k < p.chunks; ++k)
-      merge(x.r.center, double(k * p.chunk), m, double(lines(k)), chunk(outer, k, s), s.padded);
-    finish(x, outer, p.p.kept.at(outer), s, own ? &m : nullptr, sets,
+      merge(x.r.center, double(k * p.chunk), m, double(lines(at, k)), chunk(outer, k, s), s.padded);
+    finish(x, outer, at, s, own ? &m : nullptr, sets,
            Affine<T>::in(arrays + outer * 3 * p.padded + s.begin, p.padded));
     return NS_DONE;
   });
-  if (result != NS_DONE) return result;
+  if (result != NS_DONE || !x.c.y) return result;
   return parallel_for(tasks, p.threads, [&](int64_t task) {
     each(tasks - 1 - task, [&](int64_t outer, int64_t k, const Span &s) {
-      apply_lines(x, outer, p.p.kept.at(outer), k * p.chunk, k * p.chunk + lines(k), s,
+      const Offset at = p.p.kept.at(outer);
+      apply_lines(x, outer, at, k * p.chunk, k * p.chunk + lines(at, k), s,
                   Affine<T>::in(arrays + outer * 3 * p.padded + s.begin, p.padded), stream);
     });
   });
@@ -193,13 +198,39 @@ void add_residual(const NsCall &c, const Problem &p) {
   });
 }
 
+// A mask is of lines whose parameters are the same.
+inline bool serves(const NsCall &c, const Problem &p) {
+  for (int i = 0; c.mask && i < p.erased.n; ++i)
+    if (p.erased.loop[i].p) return false;
+  return true;
+}
+
+// Zeros in the lines that do not count.
+template <class T>
+void clear_masked(const Context<T> &x, T *to) {
+  constexpr int64_t some = 64;
+  const Problem &p = x.p.p;
+  const int64_t lines = p.erased.count(), parts = ceil_div(lines, some);
+  parallel_for(p.kept.count() * parts, x.p.threads, [&](int64_t task) {
+    const Offset outer = p.kept.at(task / parts);
+    const int64_t begin = task % parts * some;
+    for (int64_t l = begin; l < std::min(begin + some, lines); ++l) {
+      const Offset line = p.erased.at(l);
+      if (!x.c.mask[outer.m + line.m]) std::memset((void *)(to + outer.y + line.y), 0, p.inner * sizeof(T));
+    }
+  });
+}
+
 template <class T>
 int forward(const NsCall &c, const Problem &problem, bool own) {
   if (problem.elements == 0) return NS_DONE;
+  if (!serves(c, problem)) return NS_UNSERVED;
   const Context<T> x(c, problem);
-  if (!x.memory) return NS_NO_MEMORY;
+  if (!x) return NS_NO_MEMORY;
   const bool stream = streams(x, c.y);
-  return x.p.near ? forward_near(x, own, stream) : forward_far(x, own, stream);
+  const int result = x.p.near ? forward_near(x, own, stream) : forward_far(x, own, stream);
+  if (c.mask && c.y) clear_masked(x, (T *)c.y);
+  return result;
 }
 
 }  // namespace columns

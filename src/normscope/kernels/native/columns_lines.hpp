@@ -93,28 +93,44 @@ NS_INLINE void fetch(const T *p) {
   if (sizeof(T) * Lanes<T>::kPack > 64) __builtin_prefetch((const char *)p + 64);
 }
 
+// Lines that are summed: of one stride, or under a mask, wherever they are.
+template <class T>
+struct Strided {
+  const T *first;
+  int64_t stride;
+  NS_INLINE const T *operator()(int64_t line) const { return first + line * stride; }
+};
+template <class T>
+struct Listed {
+  const T *const *list;
+  int64_t stride;  // of most
+  NS_INLINE const T *operator()(int64_t line) const { return list[line]; }
+};
+constexpr int64_t kMostListed = 64;
+
 // sum += x - about, squares += (x - about)^2; without Center about is 0 and only squares are summed.
-template <class T, bool Center>
-void add_moments(const T *x, int64_t stride, int64_t lines, int64_t width, const Compute<T> *about, Compute<T> *sum,
+template <class T, bool Center, class Rows>
+void add_moments(const Rows x, int64_t lines, int64_t width, const Compute<T> *about, Compute<T> *sum,
                  Compute<T> *squares) {
-  const int64_t ahead = lines_ahead<T>(stride);
+  const int64_t ahead = lines_ahead<T>(x.stride);
   several_lines(lines, [&](int64_t l, auto at) {
-    const T *line = x + l * stride;
     each_pack<T>(width, [&](int64_t j, auto part) {
       PackOf<T> q = every<T>(0);
       if constexpr (Center) {
         const PackOf<T> from = get<T>(about + j);
         PackOf<T> s = every<T>(0);
         for (int i = 0; i < at.n; ++i) {
-          fetch(line + i * stride + ahead + j);
-          const PackOf<T> d = read(line + i * stride + j, part) - from;
+          const T *line = x(l + i) + j;
+          fetch(line + ahead);
+          const PackOf<T> d = read(line, part) - from;
           s = s + d, q = multiply_add(d, d, q);
         }
         put<T>(sum + j, get<T>(sum + j) + s);
       } else {
         for (int i = 0; i < at.n; ++i) {
-          fetch(line + i * stride + ahead + j);
-          const PackOf<T> v = read(line + i * stride + j, part);
+          const T *line = x(l + i) + j;
+          fetch(line + ahead);
+          const PackOf<T> v = read(line, part);
           q = multiply_add(v, v, q);
         }
       }
@@ -184,15 +200,16 @@ struct BackStretch {
 };
 
 // sum += dy, product += dy * (x - mean)
-template <class T>
-void add_products(const BackStretch<T> &at, const Compute<T> *mean, Compute<T> *sum, Compute<T> *product) {
-  const int64_t x_ahead = lines_ahead<T>(at.x_stride), y_ahead = lines_ahead<T>(at.y_stride);
-  several_lines(at.lines, [&](int64_t l, auto n) {
-    each_pack<T>(at.width, [&](int64_t j, auto part) {
+template <class T, class Rows>
+void add_products(const Rows x_lines, const Rows dy_lines, int64_t lines, int64_t width, const Compute<T> *mean,
+                  Compute<T> *sum, Compute<T> *product) {
+  const int64_t x_ahead = lines_ahead<T>(x_lines.stride), y_ahead = lines_ahead<T>(dy_lines.stride);
+  several_lines(lines, [&](int64_t l, auto n) {
+    each_pack<T>(width, [&](int64_t j, auto part) {
       const PackOf<T> m = get<T>(mean + j);
       PackOf<T> s = every<T>(0), q = every<T>(0);
       for (int i = 0; i < n.n; ++i) {
-        const T *x = at.x + (l + i) * at.x_stride + j, *dy = at.dy + (l + i) * at.y_stride + j;
+        const T *x = x_lines(l + i) + j, *dy = dy_lines(l + i) + j;
         fetch(x + x_ahead), fetch(dy + y_ahead);
         const PackOf<T> g = read(dy, part);
         s = s + g, q = multiply_add(g, read(x, part) - m, q);

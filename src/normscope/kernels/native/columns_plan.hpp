@@ -6,12 +6,17 @@
 //
 // Lines narrower than vectors like them, and contiguous, are folded: k lines become one of k times the columns, and a
 // set then has k columns more. What is left of the lines stands at the end as `rest` columns of a last, shorter line.
+//
+// Under a mask the lines are those that count, numbered one after the other: work is cut, and so sums are, as if there
+// were no others.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <optional>
 
 #include "lower.hpp"
+#include "mask.hpp"
 #include "recipe.hpp"
 #include "vec.hpp"
 
@@ -34,16 +39,17 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Plan {
   Problem p;
   int64_t outer, families, per_family;  // outer positions: those that differ in their parameters, and how many each
-  int64_t lines, columns;               // of an outer position, folded
+  int64_t lines = 0, columns;           // of an outer position, folded; under a mask, of the one that has most
   int64_t fold = 1, rest = 0;
   int64_t sets;                         // of an outer position
   bool line_parameters, element_parameters;  // they differ from line to line; from column to column too
 
   int64_t chunk, chunks;  // lines of a chunk
   int64_t tile, tiles;    // columns of a tile
-  int64_t padded;         // columns up to whole packs
+  int64_t padded = 0;     // columns up to whole packs
   bool apart;             // each column is a set of its own, so that sets do not reach over tiles
   bool near;              // each task finishes a tile of an outer position
+  std::optional<Valid> valid;  // the lines that count
   int64_t groups;  // of the outer positions of a family that one task sums parameters over
   int threads;
 
@@ -58,12 +64,19 @@ struct Plan {
     element_parameters = line_parameters && (p.group_p || p.inner_p);
     columns = p.inner;
     sets = columns / p.merge;
-    if (!line_parameters) fold_lines(pack);
-    lines = p.erased.count();
+    Loops outer_lines = p.erased;
+    const Loop line = p.erased.n ? p.erased.loop[--outer_lines.n] : Loop();
+    if (c.mask) {
+      valid.emplace(c, p, outer_lines, line, false);
+      if (!*valid) return;
+    } else if (!line_parameters) {
+      fold_lines(pack);
+    }
+    lines = valid ? valid->most() : p.erased.count();
     padded = ceil_div(columns, pack) * pack;
 
     apart = p.merge == 1 && fold == 1;
-    const bool small = p.elements < kSerialElements;
+    const bool small = (valid ? outer * lines * columns : p.elements) < kSerialElements;
     threads = small ? 1 : c.threads;
     tile = apart ? std::min(padded, kTileColumns) : padded;
     const auto narrow_until = [&](auto enough) {
@@ -73,7 +86,7 @@ struct Plan {
       return lines * tile * bytes <= kNearBytes && (small || outer * ceil_div(columns, tile) >= kSomeTasks);
     };
     if (apart) narrow_until(fits);
-    near = line_parameters || fits();
+    near = line_parameters || lines == 0 || fits();
     chunks = 1, chunk = lines;
     if (!near) {
       chunks = std::clamp<int64_t>(lines / std::max(kChunkLines, kChunkBytes / (columns * bytes)), 1, kMostChunks);
@@ -85,6 +98,9 @@ struct Plan {
     tiles = ceil_div(columns, tile);
     groups = element_parameters ? 1 : std::clamp<int64_t>(kMostGroups / (families * tiles), 1, per_family);
   }
+
+  // Lines of an outer position.
+  int64_t lines_at(const Offset &at) const { return valid ? valid->count(at.r) : lines; }
 
   // Columns of a tile; `padded` up to whole packs.
   struct Span {
@@ -115,9 +131,19 @@ struct Plan {
     return family * per_family + group * per_family / groups;
   }
 
-  // f(offset, first line, lines, the loop they run in) for lines [begin, end), in stretches of one stride.
+  // f(offset, first line, lines, the loop they run in) for lines [begin, end) of an outer position, in stretches of one
+  // stride.
   template <class F>
-  NS_INLINE void stretches(int64_t begin, int64_t end, F &&f) const {
+  NS_INLINE void stretches(const Offset &at, int64_t begin, int64_t end, F &&f) const {
+    if (valid) {
+      const Loop &loop = valid->inner();
+      valid->each(at.r, begin, end, [&](const Counted &lines, int64_t, int64_t skip, int64_t n) {
+        Offset o;
+        o.x = lines.x + skip * loop.x, o.y = lines.y + skip * loop.y;
+        f(o, lines.before + skip, n, loop);
+      });
+      return;
+    }
     const Loop innermost = p.erased.n ? p.erased.loop[p.erased.n - 1] : Loop();
     while (begin < end) {
       const int64_t n = std::min(end - begin, innermost.size - begin % innermost.size);

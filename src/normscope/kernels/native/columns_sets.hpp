@@ -58,7 +58,7 @@ struct Context {
         p(call, problem, Lanes<T>::kPack, sizeof(T)),
         r(call.recipe, problem),
         memory(2 * (p.families * parameters() * int64_t(sizeof(C)) + 64) + p.padded * 4 + 64) {
-    if (!memory) return;
+    if (!*this) return;
     factors = memory.template take<C>(p.families * parameters());
     biases = memory.template take<C>(p.families * parameters());
     if (!p.apart) {
@@ -68,6 +68,12 @@ struct Context {
     }
     parallel_for(p.families, p.threads, [&](int64_t family) { convert_parameters(family); });
   }
+
+  // False where there was no memory.
+  explicit operator bool() const { return memory && (!p.valid || *p.valid); }
+
+  // The recipe of the sets of an outer position.
+  Recipe recipe(const Offset &at) const { return p.valid ? r.of(double(p.lines_at(at) * p.p.merge)) : r; }
 
   int64_t parameters() const {
     return p.element_parameters ? p.lines * p.padded : p.line_parameters ? p.lines : p.padded;
@@ -82,7 +88,7 @@ struct Context {
       p.each_column([&](int64_t j, int64_t, int64_t parameter) { f(slot<T>(j), parameter); });
       return;
     }
-    p.stretches(0, p.lines, [&](const Offset &o, int64_t line, int64_t n, const Loop &loop) {
+    p.stretches({}, 0, p.lines, [&](const Offset &o, int64_t line, int64_t n, const Loop &loop) {
       for (int64_t i = 0; i < n; ++i) {
         const int64_t at = o.p + i * loop.p;
         if (p.element_parameters) {
@@ -142,6 +148,7 @@ struct Moments {
 
 // Joins the moments of nb lines to those of na.
 NS_INLINE void merge(bool center, double na, const Moments &a, double nb, const Moments &b, int64_t padded) {
+  if (nb == 0) return;
   const double part = nb / (na + nb), weight = na * part;
   if (center) {
     for (int64_t i = 0; i < padded; ++i) {
@@ -158,15 +165,24 @@ NS_INLINE void merge(bool center, double na, const Moments &a, double nb, const 
 // in double. A block is at most twice as long as what the mean is of: so its squares are never more than four times those
 // about the final mean, and nothing cancels, whatever the level of the data. The first block is about the first line.
 template <class T, bool Center>
-void moments_of(const Plan &p, const T *x, int64_t begin, int64_t end, const Span &s, const Moments &out,
-                Compute<T> *work) {
+void moments_of(const Plan &p, const T *all, const Offset &at, int64_t begin, int64_t end, const Span &s,
+                const Moments &out, Compute<T> *work) {
   using C = Compute<T>;
   constexpr int64_t first = 8, longest = 64;
+  const T *x = all + at.x;
+  end = std::min(end, p.lines_at(at));
+  if (begin >= end)
+    for (double *none : {out.mean, out.low, out.squares}) std::fill(none, none + s.padded, 0.0);
   C *about = work, *sum = work + s.padded, *squares = work + 2 * s.padded;
   double n = 0;
   int64_t filled = 0, room = first;
   const auto clear = [&] { std::fill(sum, sum + 2 * s.padded, C(0)); };
+  // Lines under a mask are summed a block at once, wherever they are: not by their stretches, which padding breaks.
+  const T *list[kMostListed];
+  static_assert(longest <= kMostListed);
   const auto flush = [&] {
+    if (p.valid)
+      add_moments<T, Center>(Listed<T>{list, p.valid->inner().x}, filled, s.width, about, sum, squares);
     const double m = double(filled), each = 1 / m, part = m / (n + m), weight = n * part;
     if (Center && n == 0) {
       for (int64_t i = 0; i < s.padded; ++i) {
@@ -190,13 +206,17 @@ void moments_of(const Plan &p, const T *x, int64_t begin, int64_t end, const Spa
     n += m, filled = 0, room = std::min(longest, 2 * int64_t(n));
   };
   clear();
-  p.stretches(begin, end, [&](const Offset &o, int64_t, int64_t lines, const Loop &loop) {
+  p.stretches(at, begin, end, [&](const Offset &o, int64_t, int64_t lines, const Loop &loop) {
     const T *line = x + o.x + s.begin;
     if (Center && n == 0 && filled == 0)
       each_pack<T>(s.width, [&](int64_t j, auto part) { put<T>(about + j, read(line + j, part)); });
     while (lines > 0) {
       const int64_t take = std::min(lines, room - filled);
-      add_moments<T, Center>(line, loop.x, take, s.width, about, sum, squares);
+      if (p.valid) {
+        for (int64_t i = 0; i < take; ++i) list[filled + i] = line + i * loop.x;
+      } else {
+        add_moments<T, Center>(Strided<T>{line, loop.x}, take, s.width, about, sum, squares);
+      }
       filled += take, lines -= take, line += take * loop.x;
       if (filled == room) flush();
     }
@@ -223,39 +243,47 @@ struct Sets {
   }
 };
 
-// The mean of a set and its sum of squares by a plain loop in double, for what leaves the range of float. `from` is the
+// The mean of a set and its sum of squares by a plain loop in double, for what leaves the range of float. `at` is the
 // outer position, and `set` counts from there. About the first value, then about the mean: no digits are lost, and of
 // equal values the mean is exact.
 template <class T>
-double wide_moments(const Context<T> &x, const T *from, int64_t set, Sets<T> &sets, int64_t place) {
+double wide_moments(const Context<T> &x, const Offset &at, int64_t set, Sets<T> &sets, int64_t place) {
   const Plan &p = x.p;
+  const T *from = (const T *)x.c.x + at.x;
+  const double n = x.recipe(at).n;
   const auto each = [&](auto &&f) {
     for (int64_t k = 0; k < p.fold; ++k)
       for (int64_t i = 0; i < p.p.merge; ++i) {
         const int64_t j = k * (p.columns / p.fold) + set * p.p.merge + i;
-        p.stretches(0, p.lines, [&](const Offset &o, int64_t, int64_t n, const Loop &loop) {
-          for (int64_t l = 0; l < n; ++l) f(double(Lanes<T>::value(from[o.x + l * loop.x + j])));
+        p.stretches(at, 0, p.lines, [&](const Offset &o, int64_t, int64_t lines, const Loop &loop) {
+          for (int64_t l = 0; l < lines; ++l) f(double(Lanes<T>::value(from[o.x + l * loop.x + j])));
         });
         if (j < p.rest) f(double(Lanes<T>::value(from[p.rest_at().x + j])));
       }
   };
-  double pivot = x.r.center ? double(Lanes<T>::value(from[set * p.p.merge])) : 0, delta = 0, squares = 0;
+  int64_t first = 0;  // where the first line is
+  p.stretches(at, 0, 1, [&](const Offset &o, int64_t, int64_t, const Loop &) { first = o.x; });
+  double pivot = x.r.center ? double(Lanes<T>::value(from[first + set * p.p.merge])) : 0, delta = 0, squares = 0;
   for (int pass = x.r.center ? 0 : 1; pass < 2; ++pass) {
     pivot += delta, delta = squares = 0;
     each([&](double v) { delta += v - pivot, squares += (v - pivot) * (v - pivot); });
-    delta = x.r.center ? delta / x.r.n : 0;
+    delta = x.r.center ? delta / n : 0;
   }
   sets.mean(place, pivot, delta);
-  return squares - x.r.n * delta * delta;
+  return squares - n * delta * delta;
 }
 
-// From the moments of all lines of a span; `from` is its outer position. Leaves roots in `motion`.
+// From the moments of all lines of a span; `at` is its outer position. Leaves roots in `motion`.
 template <class T>
-void join_columns(const Context<T> &x, const Span &s, const Moments &m, const T *from, Sets<T> &sets) {
+void join_columns(const Context<T> &x, const Span &s, const Moments &m, const Offset &at, Sets<T> &sets) {
   const Plan &p = x.p;
-  const Recipe r = x.r;  // a copy, which no array can lie over: its loops become ones of vectors
-  const double lines = double(p.lines);
-  const T *rest = from + p.rest_at().x;
+  const Recipe r = x.recipe(at);  // a copy, which no array can lie over: its loops become ones of vectors
+  const double lines = double(p.lines_at(at));
+  const T *rest = (const T *)x.c.x + at.x + p.rest_at().x;
+  if (r.n == 0) {
+    for (int64_t i = 0; i < x.sets(s); ++i) sets.mean(i, 0, 0), sets.motion[i] = sets.inverse[i] = 0;
+    return;
+  }
   if (p.apart) {
     for (int64_t i = 0; i < s.padded; ++i) {
       if (x.r.center) {
@@ -281,7 +309,7 @@ void join_columns(const Context<T> &x, const Span &s, const Moments &m, const T 
         double delta = 0;
         each(set, [&](int64_t i) { delta += lines * ((m.mean[i] - pivot) + m.low[i]); },
              [&](double v) { delta += v - pivot; });
-        delta /= x.r.n;
+        delta /= r.n;
         each(set,
              [&](int64_t i) {
                const double d = ((m.mean[i] - pivot) + m.low[i]) - delta;
@@ -304,7 +332,7 @@ void join_columns(const Context<T> &x, const Span &s, const Moments &m, const T 
     for (int64_t set = 0; set < x.real_sets(s); ++set) {
       double &of_set = squares[x.place(set)];
       if (!r.fits_float(of_set))
-        of_set = not_negative(wide_moments(x, from, x.first_set(s) + set, sets, x.place(set)));
+        of_set = not_negative(wide_moments(x, at, x.first_set(s) + set, sets, x.place(set)));
     }
   }
   for (int64_t i = 0; i < n; ++i) sets.motion[i] = r.root(squares[i]);
@@ -321,12 +349,16 @@ void put_statistics(const Context<T> &x, const Offset &at, const Span &s, const 
     out += 2 * x.p.p.sets;
   }
   x.each_set(at, s, [&](int64_t i, int64_t k) { out[k] = Compute<T>(sets.motion[i]); });
+  if (x.p.valid) {
+    out += x.p.p.sets;
+    x.each_set(at, s, [&, n = x.recipe(at).n](int64_t, int64_t k) { out[k] = Compute<T>(n); });
+  }
 }
 
 template <class T>
 void get_statistics(const Context<T> &x, const Offset &at, const Span &s, Sets<T> &sets) {
   const Compute<T> *in = (const Compute<T> *)x.c.stats;
-  const Recipe r = x.r;
+  const Recipe r = x.recipe(at);
   const int64_t n = x.sets(s);
   for (int64_t i = 0; i < n; ++i) sets.high[i] = sets.low[i] = 0, sets.motion[i] = 0;
   if (x.r.center) {
@@ -335,7 +367,7 @@ void get_statistics(const Context<T> &x, const Offset &at, const Span &s, Sets<T
     in += 2 * x.p.p.sets;
   }
   x.each_set(at, s, [&](int64_t i, int64_t k) { sets.motion[i] = double(in[k]); });
-  for (int64_t i = 0; i < n; ++i) sets.inverse[i] = r.inverse(sets.motion[i]);
+  for (int64_t i = 0; i < n; ++i) sets.inverse[i] = r.n > 0 ? r.inverse(sets.motion[i]) : 0;
   for (int64_t i = 0; i < n; ++i) sets.motion[i] = r.motion(sets.motion[i]);
   for (int64_t i = x.real_sets(s); i < n; ++i) sets.inverse[x.place(i)] = 0;  // beyond the columns: must not make a NaN
 }

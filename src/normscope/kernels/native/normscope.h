@@ -9,6 +9,8 @@
 // which is 1 where eps stands inside the root:
 //   dx = (g - mean(g) - xhat * q * sum(g xhat) / N) / D        (without mean(g) where not centered)
 //   dweight = gain * sum(dy xhat), dbias = sum(dy), each over what the parameter is shared by.
+// Under a mask, n and all sums are over the elements that count, y and dx are 0 at the others, and nothing that stands
+// there has a part in anything.
 #pragma once
 #include <cstdint>
 
@@ -16,7 +18,7 @@
 #define NS_EXPORT __attribute__((visibility("default")))
 
 // Grows by one with every change of what a call means or of how its structs lie in memory; library.py has the same number.
-#define NS_ABI 1
+#define NS_ABI 2
 
 extern "C" {
 
@@ -40,7 +42,10 @@ struct NsRecipe {
 // (backward of residual + norm reads the sum as x, then x_strides == y_strides).
 // Parameters are contiguous over their axes in the order of the input's axes.
 // stats: 3 rows (mean, what rounding the mean lost, r) of `sets` values each, or 1 row (r) where not centered; float, and
-// double for NS_FLOAT64; sets in the order of the kept elementary axes.
+// double for NS_FLOAT64; sets in the order of the kept elementary axes. Under a mask one row more, of n.
+// NS_NORM with `y` null: the statistics alone. NS_NORM_BACKWARD with `sums`: dx alone, by sums that are given.
+// mask: a byte an element, 1 where it counts, else 0; strides of 0 where it is one for all. It must be one for all
+// elements that share a parameter's place: the mask of positions of a batch, not of its channels.
 struct NsCall {
   int32_t what, dtype, weight_dtype, stored_dtype, ndim, threads;
   NsRecipe recipe;
@@ -50,6 +55,9 @@ struct NsCall {
   const void *dy, *dsum;        // dsum: gradient that reaches the sum from elsewhere, added to dx; may be null
   void *y, *sum, *stats;
   void *dx, *dweight, *dbias;   // null where not wanted; of x's and the parameters' dtype
+  const uint8_t *mask;          // null: everything counts
+  const int64_t *mask_strides;
+  const double *sums;           // sum(g) / n and sum(g xhat) / N, a row of each over the sets; null: those of the call
 };
 
 NS_EXPORT int ns_run(const NsCall *call);

@@ -13,7 +13,7 @@ namespace ns {
 struct Recipe {
   bool center, round_first;
   int scale, eps_at;
-  double eps, gain, offset;
+  double eps, gain, offset, correction;
   double n;        // elements of a set
   double divisor;  // n - correction, n, or 1: what the sum of squares is divided by
   double to_s2;    // r^2 * to_s2 = what stands under the root
@@ -26,9 +26,15 @@ struct Recipe {
         eps(c.eps),
         gain(c.gain),
         offset(c.offset),
-        n(double(p.set_size)) {
-    divisor = scale == NS_L2 ? 1 : scale == NS_STD ? n - double((c.options >> 8) & 255) : n;
-    to_s2 = scale == NS_L2 ? 1 : n / divisor;
+        correction(double((c.options >> 8) & 255)) {
+    count(double(p.set_size));
+  }
+
+  // The same for a set of another number of elements.
+  Recipe of(double elements) const {
+    Recipe other = *this;
+    other.count(elements);
+    return other;
   }
 
   // Whether a sum of squares that was summed in float has lost nothing to float's range. Where eps drowns squares that are
@@ -62,6 +68,13 @@ struct Recipe {
     if (eps_at == NS_VARIANCE) return 1 / std::sqrt(v + eps);
     const double s = std::sqrt(v);
     return 1 / (eps_at == NS_DEVIATION ? s + eps : s < eps ? eps : s);
+  }
+
+ private:
+  void count(double elements) {
+    n = elements;
+    divisor = scale == NS_L2 ? 1 : scale == NS_STD ? n - correction : n;
+    to_s2 = scale == NS_L2 ? 1 : n / divisor;
   }
 };
 

@@ -3,3 +3,4 @@
 #pragma once
 #include "rows_backward.hpp"
 #include "rows_forward.hpp"
+#include "rows_masked.hpp"

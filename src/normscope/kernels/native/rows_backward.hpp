@@ -28,7 +28,7 @@ class OneFactor : RowsBackward<T, F> {
     Sums *of_block = kept ? memory.as<Sums>() : nullptr;
     if (split) {
       Gradient<C> *of_set = reinterpret_cast<Gradient<C> *>(of_block + p.sets * cut.blocks);
-      if (F != kFixed || grads)
+      if (this->summed() || grads)
         parallel_for(p.sets * cut.blocks, threads, [&](int64_t i) {
           const Offset set = p.kept.at(i / cut.blocks);
           of_block[i] = sums(set, cut.at(i % cut.blocks), this->scale_of(set.s));
@@ -36,7 +36,7 @@ class OneFactor : RowsBackward<T, F> {
       parallel_for(p.sets, threads, [&](int64_t i) {
         const Offset set = p.kept.at(i);
         Sums g;
-        if (F != kFixed)
+        if (this->summed())
           for (int64_t k = 0; k < cut.blocks; ++k) add(&g, set, cut.at(k), of_block[i * cut.blocks + k]);
         of_set[i] = this->gradient(set.s, this->scale_of(set.s), g);
       });
@@ -49,7 +49,7 @@ class OneFactor : RowsBackward<T, F> {
         const Offset set = p.kept.at(i);
         const Scale<C> s = this->scale_of(set.s);
         Sums g;
-        if (F != kFixed || grads)
+        if (this->summed() || grads)
           for (int64_t k = 0; k < cut.blocks; ++k) {
             const Sums block = sums(set, cut.at(k), s);
             if (of_block) of_block[i * cut.blocks + k] = block;
@@ -154,7 +154,7 @@ class EachFactor : RowsBackward<T, F> {
   Gradient<C> gradient(const Offset &set) const {
     const Scale<C> s = this->scale_of(set.s);
     Sums g;
-    if (F != kFixed && c.dx)
+    if (this->summed() && c.dx)
       for (int64_t k = 0; k < cut.blocks; ++k) {
         const Sums block = sums(set, cut.at(k), s);
         g.dy += block.dy, g.dy_xhat += block.dy_xhat;
@@ -260,7 +260,7 @@ class EachFactor : RowsBackward<T, F> {
     if (!memory) return NS_NO_MEMORY;
     Sums *of_block = memory.as<Sums>();
     Gradient<C> *of_set = reinterpret_cast<Gradient<C> *>(of_block + p.sets * cut.blocks);
-    const bool needed = F != kFixed && c.dx;
+    const bool needed = this->summed() && c.dx;
     if (needed)
       parallel_for(p.sets * cut.blocks, threads, [&](int64_t i) {
         const Offset set = p.kept.at(i / cut.blocks);

@@ -81,24 +81,23 @@ NS_ONE_COPY Moments block_moments(const Problem &p, const Source<T> &x, const Of
 }
 
 // In double throughout, for sets whose squares leave the range of float, and for those with an infinity or a NaN.
-template <class T>
-Moments wide_moments(const Problem &p, const Source<T> &x, const Offset &set, bool center) {
+// each_row(f) calls f(row, its elements) for all n elements.
+template <class T, class F>
+Moments wide_moments(double n, bool center, F &&each_row) {
   constexpr int lanes = 8;
   Moments m;
-  m.n = double(p.set_size);
-  const int64_t segments = p.erased.count();
+  m.n = n;
   for (int pass = center ? 0 : 1; pass < 2; ++pass) {
     double s[lanes] = {}, q[lanes] = {};
-    for (int64_t k = 0; k < segments; ++k) {
-      const T *row = x.at(set, p.erased.at(k));
-      for (int64_t i = 0; i < p.inner; i += lanes) {
-        const int n = int(std::min<int64_t>(lanes, p.inner - i));
-        for (int j = 0; j < n; ++j) {
+    each_row([&](const T *row, int64_t size) {
+      for (int64_t i = 0; i < size; i += lanes) {
+        const int some = int(std::min<int64_t>(lanes, size - i));
+        for (int j = 0; j < some; ++j) {
           const double d = Lanes<T>::value(row[i + j]) - m.pivot;
           s[j] += d, q[j] += d * d;
         }
       }
-    }
+    });
     double sum = 0, squares = 0;
     for (int j = 0; j < lanes; ++j) sum += s[j], squares += q[j];
     m.squares = squares;
@@ -189,9 +188,7 @@ class RowsForward {
         threads(threads_for(call, problem)),
         parameters(call, problem, r, true),
         apply(pick_apply<T>(r.center, p.inner_p != 0, parameters.bias != nullptr, r.round_first, streams<T>(p))),
-        source{static_cast<const T *>(c.residual ? c.sum : c.x), c.residual != nullptr},
-        // Where eps drowns them, squares too small for float need no second look.
-        least(r.eps_at == NS_VARIANCE && r.eps >= 1e-20 ? 0 : 1e-30) {}
+        source{static_cast<const T *>(c.residual ? c.sum : c.x), c.residual != nullptr} {}
 
   int by_batch() {
     if (!parameters) return NS_NO_MEMORY;
@@ -208,6 +205,7 @@ class RowsForward {
         for (int64_t k = 0; k < cut.blocks; ++k) m[i].add(moments(set[i], cut.at(k)));
       }
       for (int i = 0; i < n; ++i) s[i] = finish(set[i], m[i]);
+      if (!c.y) return;
       for (int i = n; i-- > 0;) {
         const int64_t next = (task + 1) * at_a_time + i;
         const bool more = far && next < p.sets;
@@ -234,7 +232,6 @@ class RowsForward {
   const Parameters<T> parameters;
   const Apply<T> apply;
   const Source<T> source;
-  const double least;
 
   int by_blocks() {
     Scratch memory(sizeof(Moments) * p.sets * cut.blocks + sizeof(Scale<C>) * p.sets);
@@ -249,6 +246,7 @@ class RowsForward {
       for (int64_t k = 0; k < cut.blocks; ++k) m.add(of_block[i * cut.blocks + k]);
       of_set[i] = finish(p.kept.at(i), m);
     });
+    if (!c.y) return NS_DONE;
     return each_block_backwards(
         p, cut, threads, [&](int64_t i, int64_t k) { put(p.kept.at(i), cut.at(k), of_set[i], nullptr); });
   }
@@ -266,8 +264,10 @@ class RowsForward {
 
   NS_ONE_COPY Scale<C> finish(const Offset &set, Moments m) const {
     if constexpr (sizeof(C) == 4) {
-      const bool in_range = m.squares >= least * m.n && m.squares <= std::numeric_limits<double>::max();
-      if (!in_range) m = wide_moments<T>(p, source, set, r.center);
+      if (!r.fits_float(m.squares))
+        m = wide_moments<T>(m.n, r.center, [&](auto &&f) {
+          for (int64_t k = 0; k < cut.segments; ++k) f(source.at(set, p.erased.at(k)), p.inner);
+        });
     }
     const Mean<C> mean = Mean<C>::of(m.pivot, m.mean);
     const double root = r.root(m.squares);

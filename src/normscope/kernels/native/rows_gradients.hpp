@@ -64,13 +64,21 @@ Sums sums_of(int64_t first, int64_t last, int64_t n, const Scale<typename Lanes<
   return {one.total(), two.total()};
 }
 
-// dx = g * inverse + (xhat * slope + level) + what reaches the sum from elsewhere.
+// dx = g * inverse + (xhat * slope + level)
+template <class T, Form F>
+NS_INLINE typename Lanes<T>::P dx_of(const Gradient<typename Lanes<T>::C> &k, typename Lanes<T>::P g,
+                                     typename Lanes<T>::P xhat) {
+  using L = Lanes<T>;
+  auto d = g * spread<L>(k.x.inverse);
+  if constexpr (F == kScaled) d = multiply_add(xhat, spread<L>(k.slope), d);
+  if constexpr (F == kCentered) d = d + multiply_add(xhat, spread<L>(k.slope), spread<L>(k.level));
+  return d;
+}
+
+// The same, and what reaches the sum from elsewhere.
 template <class T, Form F, bool Stream, class Span>
 NS_INLINE void put_dx(const Line<T> &line, int64_t i, Span span, typename Lanes<T>::P g, typename Lanes<T>::P xhat) {
-  using L = Lanes<T>;
-  auto d = g * spread<L>(line.k.x.inverse);
-  if constexpr (F == kScaled) d = multiply_add(xhat, spread<L>(line.k.slope), d);
-  if constexpr (F == kCentered) d = d + multiply_add(xhat, spread<L>(line.k.slope), spread<L>(line.k.level));
+  auto d = dx_of<T, F>(line.k, g, xhat);
   if (line.dsum) d = d + span.load(line.dsum + i, 0);
   span.template store<Stream>(line.dx + i, d);
 }
@@ -142,20 +150,27 @@ class RowsBackward {
         stream(streams<T>(problem)),
         far(from_afar<T>(problem, 2)) {}
 
+  // Whether the sums of each set are needed: not those that are given, nor for an affine map.
+  bool summed() const { return F != kFixed && !c.sums; }
+
   // The factors are left in the sums over g by the caller.
-  NS_ONE_COPY Gradient<C> gradient(int64_t set, const Scale<C> &s, Sums g) const {
+  Gradient<C> gradient(int64_t set, const Scale<C> &s, Sums g) const { return gradient(set, s, g, r); }
+  // `of`: the recipe for the number of elements of the set.
+  NS_ONE_COPY Gradient<C> gradient(int64_t set, const Scale<C> &s, Sums g, const Recipe &of) const {
     if constexpr (F == kFixed) return {s, 0, 0};
-    const double motion = r.motion(double(root(set)));
-    const double slope = motion * g.dy_xhat / r.divisor, level = F == kCentered ? g.dy / r.n : 0;
+    const double motion = of.motion(double(root(set)));
+    double slope = motion * g.dy_xhat / of.divisor, level = F == kCentered ? g.dy / of.n : 0;
+    if (c.sums) level = F == kCentered ? c.sums[set] : 0, slope = motion * c.sums[p.sets + set];
     return {s, C(-slope * double(s.inverse)), C(-level * double(s.inverse))};
   }
 
-  NS_ONE_COPY Scale<C> scale_of(int64_t set) const {
-    if constexpr (F == kFixed) return stored_scale<C>(c, r, set);
+  Scale<C> scale_of(int64_t set) const { return scale_of(set, r); }
+  NS_ONE_COPY Scale<C> scale_of(int64_t set, const Recipe &of) const {
+    if constexpr (F == kFixed) return stored_scale<C>(c, of, set);
     const C *stats = static_cast<const C *>(c.stats);
     Mean<C> mean{0, 0};
     if constexpr (F == kCentered) mean = {stats[set], stats[p.sets + set]};
-    return scale<C>(mean, r.inverse(double(root(set))));
+    return scale<C>(mean, of.inverse(double(root(set))));
   }
 
   // `next`: the set that is read after this one, or null.

@@ -41,7 +41,8 @@ struct Block {
 struct Cut {
   int64_t inner, segments, pieces, piece, together = 1, blocks;
 
-  Cut(const Problem &p, bool alone) : inner(p.inner), segments(p.erased.count()) {
+  Cut(const Problem &p, bool alone) : Cut(p.inner, p.erased.count(), alone) {}
+  Cut(int64_t elements, int64_t lines, bool alone) : inner(elements), segments(lines) {
     piece = ceil_div(ceil_div(inner, ceil_div(inner, kBlock)), 64) * 64;  // whole packs of every dtype
     pieces = ceil_div(inner, piece);
     if (pieces == 1 && !alone) together = std::clamp<int64_t>(kBlock / inner, 1, segments);

@@ -11,6 +11,8 @@ namespace ns {
 
 template <class T>
 int run(const NsCall &c, const Problem &p) {
+  if (c.mask && (c.what == NS_FIXED || c.what == NS_FIXED_BACKWARD || c.residual || c.dsum)) return NS_UNSERVED;
+  if (c.mask && !p.columns) return c.what == NS_NORM ? rows_masked<T>(c, p) : rows_masked_backward<T>(c, p);
   switch (c.what) {
     case NS_NORM: return p.columns ? columns_norm<T>(c, p) : rows_norm<T>(c, p);
     case NS_NORM_BACKWARD: return p.columns ? columns_norm_backward<T>(c, p) : rows_norm_backward<T>(c, p);

@@ -98,8 +98,15 @@ void check_vector(Tensor &t, int64_t count, const char *name, const char *each) 
   t.pack();
 }
 
-void check_stats(Tensor &stats, const Tensor &x, const NsRecipe &r, int64_t sets) {
-  check_vector(stats, sets * (centered(r) ? 3 : 1), "stats", "statistics");
+// Boolean, of x's axes, each of its size or 1.
+void check_mask(Tensor &mask, const Tensor &x) {
+  bool fits = mask.dim == x.dim && mask.is_boolean();
+  for (int64_t d = 0; fits && d < x.dim; ++d) fits = mask.sizes[d] == x.sizes[d] || mask.sizes[d] == 1;
+  if (!fits) throw Failure("normscope: mask is not boolean, or not of x's axes, each of its size or 1");
+}
+
+void check_stats(Tensor &stats, const Tensor &x, const NsRecipe &r, int64_t sets, int rows = 0) {
+  check_vector(stats, sets * (rows + (centered(r) ? 3 : 1)), "stats", "statistics");
   if (stats.dtype != (x.dtype == NS_FLOAT64 ? NS_FLOAT64 : NS_FLOAT32))
     throw Failure("normscope: stats are float32, or float64 where x is");
 }
@@ -151,6 +158,11 @@ struct Run {
     call.threads = int32_t(threads);
   }
 
+  void under(const Tensor &mask) {
+    for (int64_t d = 0; d < mask.dim; ++d) mask_strides_[d] = mask.sizes[d] > 1 ? mask.strides[d] : 0;
+    call.mask = static_cast<const uint8_t *>(mask.data), call.mask_strides = mask_strides_;
+  }
+
   void operator()() {
     if (run()) return;
     x->pack();
@@ -163,11 +175,13 @@ struct Run {
     Tensor *true_y = std::exchange(y, &out), *true_mate = y_mate;
     if (y_mate) y_mate = &mate;
     if (!run()) throw Failure("normscope: no native kernel serves these axes");
-    true_y->fill(out);
+    if (dy || wants_y) true_y->fill(out);
     if (true_mate) true_mate->fill(mate);
   }
 
  private:
+  int64_t mask_strides_[kMostDims];
+
   bool run() {
     call.x_strides = x->strides, call.y_strides = y->strides;
     call.x = x->data, call.residual = x_mate ? x_mate->data : nullptr;
@@ -175,17 +189,19 @@ struct Run {
     call.dy = dy ? dy->data : nullptr, call.dsum = dsum ? dsum->data : nullptr;
     (dy ? call.dx : call.y) = y->data;
     if (dy && !wants_dx) call.dx = nullptr;
+    if (!dy && !wants_y) call.y = nullptr;
     const int result = ns_run(&call);
     if (result == NS_NO_MEMORY) throw Failure("normscope: out of memory");
     return result == NS_DONE;
   }
 
  public:
-  bool wants_dx = true;
+  bool wants_dx = true, wants_y = true;
 };
 
-Tensor statistics(const Tensor &x, const NsRecipe &r, int64_t sets) {
-  const int64_t sizes[] = {centered(r) ? 3 : 1, sets}, strides[] = {sets > 1 ? sets : 1, 1};
+// `more` rows than the usual ones: under a mask, of the numbers of elements.
+Tensor statistics(const Tensor &x, const NsRecipe &r, int64_t sets, int more = 0) {
+  const int64_t sizes[] = {more + (centered(r) ? 3 : 1), sets}, strides[] = {sets > 1 ? sets : 1, 1};
   return Tensor::empty(2, sizes, strides, x.dtype == NS_FLOAT64 ? NS_FLOAT64 : NS_FLOAT32);
 }
 
@@ -298,6 +314,43 @@ void fixed(Value *stack) {
   give(stack, {&y});
 }
 
+// Statistics of what counts, and where `y` is given, the normalization.
+Tensor normalize_masked(Tensor &x, Tensor &mask, const NsRecipe &recipe, Tensor &weight, Tensor &bias, Tensor *y) {
+  check_input(x);
+  const Geometry g(x, recipe);
+  check_parameters(weight, bias, g.parameters);
+  if (mask) check_mask(mask, x);
+  Tensor stats = statistics(x, recipe, g.sets, bool(mask));
+  if (x.numel() == 0) {
+    zero(stats);
+    return stats;
+  }
+  Run run(NS_NORM, recipe, x, y ? *y : x, weight, bias);
+  run.wants_y = y;
+  if (mask) run.under(mask);
+  run.call.stats = stats.data;
+  run();
+  return stats;
+}
+
+void norm_masked(Value *stack) {
+  Arguments arguments(stack);
+  Tensor x = arguments.tensor(), mask = arguments.tensor();
+  Tensor weight = arguments.optional(), bias = arguments.optional();
+  const NsRecipe recipe = recipe_of<false>(arguments);
+  check_input(x);
+  Tensor y = x.like(), stats = normalize_masked(x, mask, recipe, weight, bias, &y);
+  give(stack, {&y, &stats});
+}
+
+void moments(Value *stack) {
+  Arguments arguments(stack);
+  Tensor x = arguments.tensor(), mask = arguments.optional(), none;
+  const NsRecipe recipe = recipe_of<false>(arguments);
+  Tensor stats = normalize_masked(x, mask, recipe, none, none, nullptr);
+  give(stack, {&stats});
+}
+
 // Gradients, by the statistics of the input or by stored ones.
 void backward(Value *stack, Tensor &dy, Tensor &dsum, Tensor &x, Tensor &weight, Run &run, const Geometry &g,
               int64_t want) {
@@ -355,6 +408,47 @@ void fixed_backward(Value *stack) {
   Run run(NS_FIXED_BACKWARD, recipe, x, dx, weight, Tensor());
   run.call.mean = mean.data, run.call.var = var.data, run.call.stored_dtype = mean.dtype;
   backward(stack, dy, none, x, weight, run, g, want);
+}
+
+void norm_masked_backward(Value *stack) {
+  Arguments arguments(stack);
+  Tensor dy = arguments.tensor(), x = arguments.tensor(), mask = arguments.tensor(), stats = arguments.tensor();
+  Tensor weight = arguments.optional(), none;
+  const NsRecipe recipe = recipe_of<false>(arguments);
+  const int64_t want = arguments.integer();
+  check_input(x);
+  check_mask(mask, x);
+  const Geometry g(x, recipe);
+  check_vector(weight, g.parameters, "weight", "parameters");
+  check_stats(stats, x, recipe, g.sets, 1);
+  Tensor dx = x.like();
+  Run run(NS_NORM_BACKWARD, recipe, x, dx, weight, none);
+  run.under(mask);
+  run.call.stats = stats.data;
+  backward(stack, dy, none, x, weight, run, g, want);
+}
+
+void norm_backward_by(Value *stack) {
+  Arguments arguments(stack);
+  Tensor dy = arguments.tensor(), x = arguments.tensor(), stats = arguments.tensor(), sums = arguments.tensor();
+  Tensor weight = arguments.optional(), none;
+  const NsRecipe recipe = recipe_of<false>(arguments);
+  check_input(x);
+  check_like(dy, x, "dy");
+  const Geometry g(x, recipe);
+  check_vector(weight, g.parameters, "weight", "parameters");
+  check_vector(sums, 2 * g.sets, "sums", "sums");
+  if (sums.dtype != NS_FLOAT64) throw Failure("normscope: sums are float64");
+  check_stats(stats, x, recipe, g.sets);
+  Tensor dx = x.like();
+  if (x.numel() != 0) {
+    dy.lay(dx.strides);
+    Run run(NS_NORM_BACKWARD, recipe, x, dx, weight, none);
+    run.dy = &dy;
+    run.call.stats = stats.data, run.call.sums = static_cast<const double *>(sums.data);
+    run();
+  }
+  give(stack, {&dx});
 }
 
 // mean += momentum (batch mean - mean), the same for var with the corrected variance; the sets that share one stored value
@@ -438,10 +532,15 @@ const Operator kOperators[] = {
     {"fixed", boxed<fixed<false>>},
     {"fixed_backward", boxed<fixed_backward<false>>},
     {"update_running", boxed<update_running>},
+    {"norm_masked", boxed<norm_masked>},
+    {"norm_masked_backward", boxed<norm_masked_backward>},
+    {"moments", boxed<moments>},
+    {"norm_backward_by", boxed<norm_backward_by>},
     // with gradients, which kernels/autograd.py registers
     {"normalize", boxed<norm<false>>},
     {"add_normalize", boxed<add_norm<false>>},
     {"normalize_by", boxed<fixed<false>>},
+    {"normalize_masked", boxed<norm_masked>},
     // for calls that Python makes
     {"norm_packed", boxed<norm<true>>},
     {"norm_only_packed", boxed<norm_only>},

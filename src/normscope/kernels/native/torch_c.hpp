@@ -53,6 +53,7 @@ struct Torch {
   int32_t (*threads)(uint32_t *);
   void (*raise)(bool fine, const char *function, const char *file, uint32_t line, const char *text);
   int32_t dtypes[4];  // PyTorch's number of each NsDtype
+  int32_t boolean;
   uint64_t version;   // of the interface that this file is written for
 
   // False where this PyTorch lacks one of them.
@@ -89,6 +90,9 @@ struct Torch {
       get(number, names[i]);
       if (number) dtypes[i] = number();
     }
+    int32_t (*number)() = nullptr;
+    get(number, "aoti_torch_dtype_bool");
+    if (number) boolean = number();
     version = uint64_t(2) << 56 | uint64_t(13) << 48;
     return found;
   }
@@ -130,6 +134,11 @@ class Tensor {
 
   explicit operator bool() const { return handle_ != nullptr; }
   TorchTensor *handle() const { return handle_; }
+  bool is_boolean() const {
+    int32_t number = 0;
+    check(torch.dtype(handle_, &number), "tell a tensor's dtype");
+    return number == torch.boolean;
+  }
   TorchTensor *hand_over() { return std::exchange(handle_, nullptr); }
 
   int64_t numel() const {

@@ -20,6 +20,8 @@ using f64x8 = double __attribute__((vector_size(64)));
 using i32x16 = int32_t __attribute__((vector_size(64)));
 using u32x16 = uint32_t __attribute__((vector_size(64)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
+using u8x8 = uint8_t __attribute__((vector_size(8)));
+using u8x16 = uint8_t __attribute__((vector_size(16)));
 using i64x8 = int64_t __attribute__((vector_size(64)));
 
 #define NS_INLINE inline __attribute__((always_inline))
@@ -141,6 +143,38 @@ NS_INLINE Pack<C, V> operator*(Pack<C, V> l, Pack<C, V> r) {
 template <class C, class V>
 NS_INLINE Pack<C, V> multiply_add(Pack<C, V> l, Pack<C, V> r, Pack<C, V> to) {
   return {l.a * r.a + to.a, l.b * r.b + to.b};
+}
+
+// The same, fused wherever the machine can: `multiply_add` is so as the compiler sees fit at each place.
+NS_INLINE f32x16 fused(f32x16 l, f32x16 r, f32x16 to) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_fmadd_ps((__m512)l, (__m512)r, (__m512)to);
+#elif defined(__FMA__)
+  __m256 a[2], b[2], c[2];
+  std::memcpy(a, &l, 64), std::memcpy(b, &r, 64), std::memcpy(c, &to, 64);
+  for (int i = 0; i < 2; ++i) c[i] = _mm256_fmadd_ps(a[i], b[i], c[i]);
+  std::memcpy(&to, c, 64);
+  return to;
+#else
+  return l * r + to;
+#endif
+}
+NS_INLINE f64x8 fused(f64x8 l, f64x8 r, f64x8 to) {
+#if defined(__AVX512F__)
+  return (f64x8)_mm512_fmadd_pd((__m512d)l, (__m512d)r, (__m512d)to);
+#elif defined(__FMA__)
+  __m256d a[2], b[2], c[2];
+  std::memcpy(a, &l, 64), std::memcpy(b, &r, 64), std::memcpy(c, &to, 64);
+  for (int i = 0; i < 2; ++i) c[i] = _mm256_fmadd_pd(a[i], b[i], c[i]);
+  std::memcpy(&to, c, 64);
+  return to;
+#else
+  return l * r + to;
+#endif
+}
+template <class C, class V>
+NS_INLINE Pack<C, V> fused(Pack<C, V> l, Pack<C, V> r, Pack<C, V> to) {
+  return {fused(l.a, r.a, to.a), fused(l.b, r.b, to.b)};
 }
 
 // n bytes below 128, in pieces of fixed sizes: a call of memcpy would take longer than the rest.
