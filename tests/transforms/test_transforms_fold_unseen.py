@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from normscope.transforms import fold
 
@@ -166,6 +169,134 @@ def test_an_input_that_is_overwritten_while_the_output_is_read() -> None:
     assert reason(Late().eval()).endswith(
         "not forwards: its input is overwritten by clamp_ while its output is still read"
     )
+
+
+def in_a_thread(_: Any, z: Tensor) -> Any:
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(z.sum()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def without_functions(_: Any, z: Tensor) -> Any:
+    with torch._C.DisableTorchFunction():
+        return z.sum()
+
+
+class ClampedConvolutions(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.clamp(max=50) if "convolution" in str(func) else made
+
+
+OUTPUT, WEIGHT, BIAS = (
+    "the output of conv (conv2d)",
+    "the weight of conv (conv2d)",
+    "the bias of conv (conv2d)",
+)
+ELSEWHERE_READ: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "vmap": (lambda m, z: torch.vmap(torch.sum)(z).sum(), f"sum reads {OUTPUT}"),
+    "grad": (lambda m, z: torch.func.grad(lambda t: (t**2).sum())(z).sum(), f"pow reads {OUTPUT}"),
+    "vjp": (lambda m, z: torch.func.vjp(lambda t: (t**2).sum(), z)[0], f"pow reads {OUTPUT}"),
+    "jacrev": (
+        lambda m, z: torch.func.jacrev(lambda t: (t[0, 0] ** 2).sum())(z).sum(),
+        f"pow reads {OUTPUT}",
+    ),
+    "functionalize": (lambda m, z: torch.func.functionalize(torch.sum)(z), f"sum reads {OUTPUT}"),
+    "thread": (in_a_thread, f"sum reads {OUTPUT}"),
+    "no functions": (without_functions, f"sum reads {OUTPUT}"),
+    "to_dlpack": (
+        lambda m, z: torch.from_dlpack(torch.utils.dlpack.to_dlpack(z)).sum(),
+        f"to_dlpack takes {OUTPUT} out of sight",
+    ),
+    "_to_dlpack": (
+        lambda m, z: torch.from_dlpack(torch._C._to_dlpack(z)).sum(),
+        f"to_dlpack takes {OUTPUT} out of sight",
+    ),
+    "bias": (lambda m, z: m.conv.bias.sum(), f"sum reads {BIAS} too"),
+    "bias as a number": (lambda m, z: float(m.conv.bias.sum()), f"sum reads {BIAS} too"),
+    "bias as a list": (lambda m, z: sum(m.conv.bias.tolist()), f"tolist takes {BIAS} out of sight"),
+    "weight as a list": (
+        lambda m, z: m.conv.weight.flatten().tolist()[0],
+        f"tolist takes {WEIGHT} out of sight",
+    ),
+    "weight in numpy": (
+        lambda m, z: float(m.conv.weight.detach().numpy().sum()),
+        f"numpy takes {WEIGHT} out of sight",
+    ),
+    "copied weight": (lambda m, z: copy.deepcopy(m.conv.weight).sum(), f"sum reads {WEIGHT} too"),
+    "copied layer": (lambda m, z: copy.deepcopy(m.conv)(X).sum(), f"{WEIGHT} is used 2 times in a forward"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE_READ)
+def test_what_is_read_where_functions_are_not_followed(name: str) -> None:
+    """The sample and small multiples of it take the other branch: that all is right on them is no proof."""
+    look, told = ELSEWHERE_READ[name]
+
+    class Far(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.conv(x)
+            y = self.bn(z)
+            return torch.where(y.abs() > 1e6, look(self, z) * 50, y)
+
+    found = reason(Far().eval())
+    assert found.startswith(f"not backwards: {told}; not forwards: "), found
+
+
+def test_a_mode_of_the_model_that_changes_what_layers_return() -> None:
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with ClampedConvolutions():
+                z = self.conv(x)
+            return self.bn(z)
+
+    assert reason(Clamped().eval()).startswith("not backwards: clamp reads the output of conv (conv2d);")
+
+
+def test_a_norm_that_writes_into_its_input() -> None:
+    class Clamping(nn.BatchNorm2d):
+        def _check_input_dim(self, input: Tensor) -> None:
+            input.data.clamp_(max=50)
+
+    behind = nn.Sequential(nn.Conv2d(3, 4, 3), Clamping(4)).eval()
+    assert reason(behind).startswith("not backwards: clamp_ writes into the output of 0 (conv2d) in place;")
+    ahead = nn.Sequential(nn.ReLU(), Clamping(3), nn.Conv2d(3, 4, 3)).eval()
+    assert reason(ahead).endswith("not forwards: clamp_ inside it writes into what it is given")
+
+
+def test_a_transposed_input_of_a_linear_layer_is_no_reader() -> None:
+    """Its product and its bias are then two operators."""
+
+    class Channels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.bn = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(self.linear(x.flatten(2).transpose(1, 2)).transpose(1, 2))
+
+    _, report = fold(Channels().eval(), X)
+    assert report.folds[0].where == "before", report
+
+
+@pytest.mark.parametrize(
+    "alias", [lambda c: c.bias.data, lambda c: [c.weight.data[0]], lambda c: c.weight.detach().numpy()]
+)
+def test_an_attribute_that_lies_in_the_same_memory(alias: Any) -> None:
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    model.flat = alias(model[0])
+    assert "of 0 (conv2d) shares its memory with another tensor of the model;" in reason(model)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 from torch import Tensor, nn
 
 
@@ -19,6 +22,8 @@ class Holdings:
                 if tensor is not None:
                     self._tensors.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
                     self._memory.setdefault(_storage(tensor), set()).add(id(tensor))
+            for tensor in _plain_tensors(module):
+                self._memory.setdefault(_storage(tensor), set()).add(id(tensor))
 
     def paths(self, module: nn.Module) -> list[str]:
         return self._modules.get(id(module), [])
@@ -27,8 +32,19 @@ class Holdings:
         return self._tensors.get(id(tensor), [])
 
     def alone(self, tensor: Tensor) -> bool:
-        """No other tensor of the model lies in the same memory."""
+        """No other tensor or array of the model lies in the same memory."""
         return len(self._memory.get(_storage(tensor), ())) == 1
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Attributes that are neither parameters nor buffers, and what they hold; of an array the tensor it views."""
+    for held in vars(module).values():
+        items = held.values() if isinstance(held, dict) else held
+        for item in items if isinstance(held, (dict, list, tuple)) else (held,):
+            while isinstance(item, np.ndarray):
+                item = item.base
+            if isinstance(item, Tensor):
+                yield item
 
 
 def _storage(tensor: Tensor) -> int:

@@ -88,6 +88,7 @@ class Surroundings:
         folds as a trained one. ``identity``: the norm would return its input.
         """
         found: list[LinearMap] = []
+        weights: set[int] = set()
         call = site.calls[0]
         if not call.feeds:
             return Obstacle("nothing reads its output")
@@ -109,8 +110,9 @@ class Surroundings:
             if isinstance(made, Obstacle):
                 return made
             found.append(made)
+            weights.add(id(one.weight if padding is None else padding.weight))
         assert site.module is not None
-        if seen := self.unseen.of_norm(site.module, identity=identity):
+        if seen := self.unseen.of_norm(site.module, weights, identity=identity):
             return Obstacle(seen.format("its output"))
         return tuple(found)
 
@@ -141,6 +143,9 @@ class Surroundings:
         uses = max(uses, self.runs[id(module)] if own else 0)
         if uses > 1:
             return Obstacle(f"the weight of {name} is used {uses} times in a forward")
+        for what, tensor in (("weight", weight), ("bias", held_bias)):
+            if tensor is not None and (read := self.unseen.of_held(tensor)):
+                return Obstacle(read.format(f"the {what} of {name}"))
         if seen := tampered(module, one.path or "the model"):
             return Obstacle(seen)
         if held_bias is None and (bias or whole) and (not own or getattr(module, "bias", None) is not None):

@@ -15,7 +15,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from normscope.doctor.folding.holdings import Holdings
 from normscope.doctor.folding.obstacles import Obstacle, Surroundings, tampered
-from normscope.doctor.folding.unseen import Unseen, watching
+from normscope.doctor.folding.unseen import Unseen
+from normscope.doctor.folding.watching import watching
 from normscope.doctor.sets import denominators, working_eps
 from normscope.doctor.wording import number
 

@@ -1,30 +1,26 @@
-"""Readers of what a norm or a layer returns that no graph of operations shows.
+"""Readers of what a norm or a layer returns, and of a layer's weight and bias, that no graph of functions shows.
 
-They write to it in place through a view, take its values out of PyTorch, or keep it after the forward. What a norm or
-a layer returns is marked by the memory it lies in, and so is all that is computed from it, until the next layer or norm
-makes something new.
+They write to it in place through a view, take its values out of PyTorch, keep it after the forward, or read it where
+functions are not followed: inside ``vmap`` and the transforms of ``torch.func``, where torch functions are disabled, in
+another thread, through a copy. What a norm or a layer returns is marked by the memory it lies in, and so is all that is
+computed from it, until the next layer or norm makes something new; and so are weights and biases and their copies.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from normscope.doctor.copy_on_write import WRITTEN_UNANNOTATED, storages_of, written_arguments
+from normscope.doctor.folding.operators import LAYERS, moves, takes_no_values
 from normscope.doctor.tracing.dataflow import tensors_in
-
-LAYERS = frozenset({"convolution", "_convolution", "linear", "addmm", "mm", "bmm", "baddbmm", "matmul"})
-"""operators that a linear layer or convolution arrives at"""
 
 _EXITS: dict[Any, str] = {
     getattr(Tensor, name): name
@@ -36,17 +32,22 @@ _EXITS: dict[Any, str] = {
 """what is read or written behind them passes no operator"""
 
 
+Notes = dict[int, list[tuple[str, frozenset[int]]]]
+
+
 @dataclass(eq=False)
 class Memory:
     """One storage, which is not kept alive."""
 
     reference: StorageWeakRef
+    number: int
+    """how many were known before"""
     made_in: object
     """the call of a PyTorch function that made it, None between such calls"""
     marks: frozenset[int] = frozenset()
     """ids of the norms and of the layers' weights that its values come from"""
-    weights: frozenset[int] = frozenset()
-    """ids of the weights that it holds"""
+    holds: frozenset[int] = frozenset()
+    """ids of the parameters and buffers whose values it holds"""
     feeds: set[int] = field(default_factory=set)
     """norms that have read it: as an identity such a norm would return this very memory"""
 
@@ -54,88 +55,137 @@ class Memory:
         return bool(self.reference.expired())  # type: ignore[no-untyped-call]
 
 
+class _Place(threading.local):
+    """Where one thread of the forward stands."""
+
+    call: object = None
+
+    def __init__(self) -> None:
+        self.inside: list[tuple[int, int]] = []
+        """norms that are running, each with how many memories were known before"""
+
+
 class Unseen:
-    """What happened in one forward to the outputs of norms and layers."""
+    """What happened in one forward to the outputs of norms and layers, and to what layers hold."""
 
     def __init__(self, model: nn.Module, norms: set[int]) -> None:
         self._model, self._norms = model, norms
         self._memory: dict[int, Memory] = {}
-        self._found: dict[int, list[tuple[str, frozenset[int]]]] = {}
+        self._found: Notes = {}
         """mark -> what happened, and inside which norms"""
+        self._read: Notes = {}
+        """the same of operators that read it, which what they are read for tells better"""
         self._stale: dict[int, str] = {}
         """norm -> what has overwritten its input since"""
         self._aliased: dict[int, str] = {}
-        self._inside: list[int] = []
-        self._call: object = None
+        self._uses: dict[int, list[str]] = {}
+        """parameter -> the operators that read it"""
+        self._exits: dict[int, str] = {}
+        """parameter -> what took its values out of sight"""
+        self._layers: dict[int, set[int]] = {}
+        """norm -> weights of the layers that read its output"""
+        self._at_work = _Place()
         self._returned: list[Memory] = []
         self._graph = False
         """outputs hold on to activations, for a backward pass"""
         self._names = {id(module): path or "the model" for path, module in model.named_modules()}
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.dim() > 1:
-                for memory in self._at(tensor):
-                    memory.weights |= {id(tensor)}
+        held = (*model.parameters(), *model.buffers())
+        self._weights = {id(tensor) for tensor in held if tensor.dim() > 1}
+        for tensor in held:
+            for memory in self._at(tensor):
+                memory.holds |= {id(tensor)}
+
+    def of_held(self, tensor: Tensor) -> str:
+        """Who reads a layer's weight or bias beside the layer; "" where nobody does. ``{}`` stands for it."""
+        if id(tensor) in self._exits:
+            return self._exits[id(tensor)]
+        uses = self._uses.get(id(tensor), ())
+        if len(uses) < 2:
+            return ""
+        others = [op for op in uses if op not in LAYERS]
+        return (
+            f"{others[0].strip('_')} reads {{}} too"
+            if others
+            else f"{{}} is used {len(uses)} times in a forward"
+        )
 
     def of_layer(self, weight: Tensor | None, norm: nn.Module) -> str:
         """Who sees the layer's output beside ``norm``; "" where nobody does. ``{}`` stands for the output."""
-        return next((text for text, inside in self._found.get(id(weight), ()) if id(norm) not in inside), "")
+        found = (*self._found.get(id(weight), ()), *self._read.get(id(weight), ()))
+        return next((text for text, inside in found if id(norm) not in inside), "")
 
-    def of_norm(self, norm: nn.Module, *, identity: bool) -> str:
-        """Who sees the norm's output; with ``identity``, also where handing on its input would be something else."""
-        found = self._found.get(id(norm))
-        return found[0][0] if found else self._aliased.get(id(norm), "") if identity else ""
+    def of_norm(self, norm: nn.Module, weights: set[int], *, identity: bool) -> str:
+        """Who sees the norm's output beside the layers with ``weights`` (ids); with ``identity``, also where handing on
+        its input would be something else."""
+        found = self._found.get(id(norm)) or self._read.get(id(norm))
+        if found:
+            return found[0][0]
+        if self._layers.get(id(norm), set()) - weights:
+            return "a layer that no function shows reads {}"
+        return self._aliased.get(id(norm), "") if identity else ""
 
     # -- in a forward --------------------------------------------------------------------------------------
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operator, and mark what it makes."""
         op = str(getattr(func, "__name__", func)).split(".")[0]
-        read = [] if _takes_no_values(op) else list(self._memories(args, kwargs))
+        read = [] if takes_no_values(op) else list(self._memories(args, kwargs))
         marks = frozenset[int]().union(*(memory.marks for memory in read))
-        weights = frozenset[int]().union(*(memory.weights for memory in read))
+        holds = frozenset[int]().union(*(memory.holds for memory in read))
         written = list(self._written(func, args, kwargs))
         for norm in marks & self._stale.keys():
             self._aliased.setdefault(
                 norm, f"its input is overwritten by {self._stale[norm]} while {{}} is still read"
             )
         for memory in written:
-            if (
-                self._call is None or memory.made_in is not self._call
-            ):  # what a function does inside is its own
-                self._note(memory.marks, f"{op} writes into {{}} in place")
-            self._stale |= dict.fromkeys(memory.feeds, op)
+            self._wrote(op, memory)
         output = func(*args, **kwargs)
         made = list(self._memories(output))
         if not made and not written and isinstance(output, (bool, int, float, complex)):
             self._note(marks, f"Python reads values of {{}} ({op.strip('_')})")
-        layer = op in LAYERS and bool(weights)
+        layer = op in LAYERS and bool(holds & self._weights)
+        biased = op in ("add", "add_") and bool(holds) and self._made_here(read)
+        if not moves(func, op):
+            for one in holds:
+                self._uses.setdefault(one, []).append(op)
+            norms = marks & self._norms if layer else frozenset()
+            for norm in norms:
+                self._layers.setdefault(norm, set()).update(holds & self._weights)
+            if not biased:
+                self._note(marks - norms, f"{op.strip('_')} reads {{}}", self._read)
         for memory in (*made, *written):
-            memory.marks = weights if layer else memory.marks | marks
-            memory.weights = frozenset() if layer else memory.weights | weights
+            memory.marks = holds & self._weights if layer else memory.marks | marks
+            memory.holds = frozenset() if layer or biased else memory.holds | holds
         return output
 
     def called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call one PyTorch function, or method of a tensor."""
         if func in _EXITS:
-            for memory in self._memories(args[0]):
-                self._note(memory.marks, f"{_EXITS[func]} takes {{}} out of sight")
-        self._call = object()
+            self.leaves(args[0], _EXITS[func])
+        self._at_work.call = object()
         try:
             return func(*args, **kwargs)
         finally:
-            self._call = None
+            self._at_work.call = None
+
+    def leaves(self, tensor: Tensor, how: str) -> None:
+        """Values of the tensor are read, or written, by no operator."""
+        for memory in self._memories(tensor):
+            text = f"{how} takes {{}} out of sight"
+            self._note(memory.marks, text)
+            self._exits |= dict.fromkeys(memory.holds - self._exits.keys(), text)
 
     def enters(self, module: nn.Module, args: Any) -> None:
         if id(module) in self._norms:
-            self._inside.append(id(module))
+            self._at_work.inside.append((id(module), len(self._memory)))
         self._hooks_see(module, args)
 
     def returns(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         made = list(self._memories(output))
         if id(module) in self._norms:
-            self._inside.pop()
+            self._at_work.inside.pop()
             for memory in made:
-                memory.marks, memory.weights = frozenset({id(module)}), frozenset()
+                memory.marks, memory.holds = frozenset({id(module)}), frozenset()
             for memory in self._memories(args, kwargs):
                 if memory not in made:
                     memory.feeds.add(id(module))
@@ -158,10 +208,33 @@ class Unseen:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
-    def _note(self, marks: frozenset[int], text: str) -> None:
-        one = text, frozenset(self._inside)
+    def _wrote(self, op: str, memory: Memory) -> None:
+        """What a function or a norm does to what it has made itself is its own."""
+        here = self._at_work
+        if here.call is None or memory.made_in is not here.call:
+            own = frozenset(norm for norm, known in here.inside if memory.number >= known)
+            self._note(memory.marks, f"{op} writes into {{}} in place", inside=own)
+            if not memory.holds:  # statistics and counters are its own too
+                others = frozenset(norm for norm, _ in here.inside) - own
+                self._note(others, f"{op} inside it writes into what it is given", inside=frozenset())
+        self._stale |= dict.fromkeys(memory.feeds, op)
+
+    def _made_here(self, read: list[Memory]) -> bool:
+        """All that has marks was made by the function that is running: a linear layer adds its bias."""
+        call = self._at_work.call
+        return call is not None and all(memory.made_in is call for memory in read if memory.marks)
+
+    def _note(
+        self,
+        marks: frozenset[int],
+        text: str,
+        into: Notes | None = None,
+        *,
+        inside: frozenset[int] | None = None,
+    ) -> None:
+        one = text, frozenset(norm for norm, _ in self._at_work.inside) if inside is None else inside
         for mark in marks:
-            found = self._found.setdefault(mark, [])
+            found = (self._found if into is None else into).setdefault(mark, [])
             if one not in found:
                 found.append(one)
 
@@ -207,50 +280,9 @@ class Unseen:
                 return []
         return [
             # the reference keeps the address from being used again
-            self._memory.setdefault(storage._cdata, Memory(StorageWeakRef(storage), self._call))  # type: ignore[no-untyped-call]
+            self._memory.setdefault(
+                storage._cdata,
+                Memory(StorageWeakRef(storage), len(self._memory), self._at_work.call),  # type: ignore[no-untyped-call]
+            )
             for storage in storages
         ]
-
-
-def _takes_no_values(op: str) -> bool:
-    """It follows a tensor's shape only."""
-    return op.startswith("new_") or op.endswith("_like")
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and importing the compiler takes a second
-
-    def __init__(self, unseen: Unseen) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._unseen = unseen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._unseen.ran(func, args, kwargs or {})
-
-
-class _Functions(TorchFunctionMode):
-    def __init__(self, unseen: Unseen) -> None:
-        super().__init__()
-        self._unseen = unseen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._unseen.called(func, args, kwargs or {})
-
-
-@contextmanager
-def watching(unseen: Unseen) -> Iterator[None]:
-    """Around one forward of the model."""
-    with ExitStack() as around:
-        for handle in (
-            register_module_forward_pre_hook(unseen.enters),
-            register_module_forward_hook(unseen.returns, with_kwargs=True),
-        ):
-            around.callback(handle.remove)
-        around.enter_context(_Operators(unseen))
-        around.enter_context(_Functions(unseen))
-        yield
-    unseen.finish()
