@@ -16,6 +16,8 @@ from normscope.studies.lab.runner import CELLS
 def test_a_study_runs(name: str, tmp_path: Path) -> None:
     study, out = studies.find(name), tmp_path / "out"
     assert study.name == name
+    for package, _ in study.requires:
+        pytest.importorskip(package)
     results = studies.run(study, out=out, scale="smoke", backend="sequential")
     table = results.table
     assert len(table.rows) >= len(study.grid("smoke")) * study.seeds["smoke"]
