@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 import normscope.nn as own
 from normscope.doctor.refusals import Refused
 from normscope.errors import BadInput, ModelError
-from normscope.transforms import fold
+from normscope.transforms import fold, freeze
 
 torch.set_num_threads(1)
 
@@ -377,3 +377,27 @@ def test_renormalization_and_ghosts_are_batch_norms_in_evaluation(norm: nn.Modul
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU()).eval()
     folded, report = fold(model, torch.randn(4, 3, 8, 8))
     assert (report.left, type(folded[1])) == ((), nn.Identity)
+
+
+def test_same_padding_of_points_fills_in_nothing() -> None:
+    _, report = fold(nn.Sequential(norm(), nn.Conv2d(4, 4, 1, padding="same")).eval(), X)
+    assert report.folds[0].into == ("1",)
+    _, report = fold(nn.Sequential(norm(), nn.Conv2d(4, 4, (1, 3), padding="same")).eval(), X)
+    assert "1 (conv2d) fills in zeros at the border" in report.left[0].reason
+
+
+def test_a_branch_by_cond_is_followed_as_one_operator() -> None:
+    def branch(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda t: t * 0.5, lambda t: t * 1.0, (x,))
+
+    behind = Net(lambda m, x: branch(m.bn(m.a(x))), a=conv(), bn=norm()).eval()
+    _, report = fold(behind, X)
+    assert report.folds[0].into == ("a",)
+    between = Net(lambda m, x: m.bn(branch(m.a(x))), a=conv(), bn=norm()).eval()
+    _, report = fold(between, X)
+    assert not report.done
+    beside = Net(lambda m, x: m.bn(y := m.a(x)) + branch(y), a=conv(), bn=norm()).eval()
+    _, report = fold(beside, X)
+    assert "the output of a (conv2d)" in report.left[0].reason
+    _, frozen = freeze(behind, "both", sample=X)
+    assert len(frozen.done) == 1

@@ -67,7 +67,7 @@ def compare(
     exact_call: Call = mapped(call, lambda t: t.double() if t.is_floating_point() else t)
     for name, mode in modes.items():
         try:
-            old = _outputs(before, call, mode)
+            old = outputs(before, call, mode)
         except Exception as error:
             if name == "eval":
                 raise ModelError(f"the model fails on the sample: {told(error)}") from error
@@ -77,7 +77,7 @@ def compare(
             notes.append(f"{name}: the model returns no floating point tensor, so nothing was compared")
             continue
         try:
-            new = _outputs(after, call, mode)
+            new = outputs(after, call, mode)
         except Exception as error:
             raise _failure(name, error, _suspect((before, after), call, mode, specs)) from error
         truth = _true_outputs(exact, exact_call, mode, old, name, notes)
@@ -86,7 +86,7 @@ def compare(
         agreement = _agreement(name, dtype, usual, old, new, truth)
         if not agreement.deviation <= agreement.allowed:
             models = (before, after, None if truth is None else exact)
-            raise _deviation(agreement, _first(models, (call, exact_call), mode, specs, agreement.allowed))
+            raise _deviation(agreement, first(models, (call, exact_call), mode, specs, agreement.allowed))
         agreements.append(agreement)
         notes += _reservations(agreement, usual, old)
     return tuple(agreements), tuple(notes)
@@ -135,7 +135,8 @@ def _agreement(
     return Agreement(mode, word, distance(new, old), max(allowed, 2 * error), error, distance(new, truth))
 
 
-def _outputs(model: nn.Module, call: Call, mode: str) -> list[Tensor]:
+def outputs(model: nn.Module, call: Call, mode: str) -> list[Tensor]:
+    """The floating point tensors that the model returns."""
     with Session(model) as session:
         output = session.forward(*call, mode=mode)
     return [t for t in detached(output) if t.is_floating_point()]
@@ -147,7 +148,7 @@ def _true_outputs(
     if exact is None:
         return None
     try:
-        truth = _outputs(exact, call, mode)
+        truth = outputs(exact, call, mode)
     except Exception as error:
         notes.append(f"{name}: no float64 reference, the copy in float64 does not run ({told(error)})")
         return None
@@ -245,7 +246,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _first(
+def first(
     models: tuple[nn.Module, nn.Module, nn.Module | None],
     calls: tuple[Call, Call],
     mode: str,

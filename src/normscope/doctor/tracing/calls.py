@@ -295,6 +295,8 @@ class _AsWritten(TorchFunctionMode):
 class _PassUp(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls each operator again, so that a function mode sees those that no visible function called."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled here: torch need not wrap the method below, and import its compiler for that."""

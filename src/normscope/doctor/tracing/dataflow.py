@@ -263,7 +263,9 @@ def _weighted(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         node.transposed = "transpose" in node.op or (node.op == "conv" and len(args) > 6 and bool(args[6]))
         padding = args[4] if len(args) > 4 else kwargs.get("padding", 0)
         sizes = padding if isinstance(padding, (tuple, list)) else (padding,)
-        node.padded = node.transposed or any(size not in (0, "valid") for size in sizes)
+        kernel = node.inputs[1].shape[2:] if len(node.inputs) > 1 else ()
+        fills = [size for size in sizes if size not in (0, "valid")]
+        node.padded = node.transposed or (bool(fills) and not (fills == ["same"] and set(kernel) == {1}))
 
 
 def _table_first(node: Node) -> bool:

@@ -39,8 +39,8 @@ def fold_into(model: nn.Module, steps: Sequence[Step], copies: Iterable[str] = (
             step.centered.center_outputs(values)
     for name, value in values.items():
         if name in made:
-            _make(model, name, _held(model, made[name]), value)
-        _write(_held(model, name), value)
+            _make(model, name, held(model, made[name]), value)
+        _write(held(model, name), value)
     for step in steps:
         _replace(model.get_submodule(step.path), step)
     return made
@@ -49,11 +49,12 @@ def fold_into(model: nn.Module, steps: Sequence[Step], copies: Iterable[str] = (
 def _load(model: nn.Module, one: LinearMap, values: Values) -> None:
     for name in (one.weight, one.bias) if one.has_bias else (one.weight,):
         if name not in values:
-            exact = _held(model, name).detach().to("cpu", torch.float64)
+            exact = held(model, name).detach().to("cpu", torch.float64)
             values[name] = exact.clone(memory_format=torch.contiguous_format)
 
 
-def _held(model: nn.Module, name: str) -> Any:
+def held(model: nn.Module, name: str) -> Any:
+    """The parameter or buffer of that name."""
     path, _, last = name.rpartition(".")
     return getattr(model.get_submodule(path), last)
 

@@ -19,6 +19,7 @@ from normscope.identify.float64_copy import Float32AsFloat64
 from normscope.transforms.agreement import ALLOWED, Deviation, compare
 from normscope.transforms.folding.carry_out import fold_into
 from normscope.transforms.folding.plan import Stays, Step
+from normscope.transforms.folding.scaled import compare_scaled
 from normscope.transforms.report import Agreement
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -75,7 +76,10 @@ def _tried(
             "the model returns no floating point tensor, so a fold cannot be checked: fold the part of it that returns "
             "scores"
         )
-    return after, made, exact + own, tuple(dict.fromkeys((*doubts, *notes)))
+    scaled: tuple[str, ...] = ()
+    if not exact:
+        scaled = compare_scaled(unwrap(model), unwrap(after), steps, witnesses, call, own[0].allowed)
+    return after, made, exact + own, tuple(dict.fromkeys((*doubts, *notes, *scaled)))
 
 
 def _blamed(
@@ -116,20 +120,29 @@ def _in_float64(
     before = copied(model).double()
     after = copied(before)
     fold_into(after, steps, copies)
+    exact_call = mapped(call, wide)
     try:
         with Float32AsFloat64():
-            return compare(before, after, witnesses, *mapped(call, wide), modes=EVAL)
+            found, notes = compare(before, after, witnesses, *exact_call, modes=EVAL)
     except ModelError as error:
         return (), (f"not checked in float64: {error}",)
     except Deviation as error:
-        found = error.agreement
-        if found is None or not found.deviation <= ALLOWED[torch.float32]:
+        off = error.agreement
+        if off is None or not off.deviation <= ALLOWED[torch.float32]:
             raise
         # an operator that computes in float32 whatever comes in; the comparison in the model's dtype decides
-        return (found,), (
-            f"something in the model computes in float32: in float64 outputs moved by {found.deviation:.1e} of the "
-            "largest, as roundings of float32 do",
+        found, notes = (
+            (off,),
+            (
+                f"something in the model computes in float32: in float64 outputs moved by {off.deviation:.1e} of the "
+                "largest, as roundings of float32 do",
+            ),
         )
+    if not found:
+        return found, notes
+    allowed = found[0].allowed if found[0].deviation <= found[0].allowed else ALLOWED[torch.float32]
+    with Float32AsFloat64():
+        return found, (*notes, *compare_scaled(before, after, steps, witnesses, exact_call, allowed))
 
 
 def _measured(error: Deviation) -> str:

@@ -193,7 +193,8 @@ def _padded(node: NodeProto) -> bool:
     attributes = values_of(node)
     if node.op_type == "ConvTranspose":
         return True  # between the elements, or at the border of its small input
-    automatic = attributes.get("auto_pad", b"NOTSET") in AUTOMATIC
+    points = set(attributes.get("kernel_shape", ())) == {1}  # the same size needs no border
+    automatic = attributes.get("auto_pad", b"NOTSET") in AUTOMATIC and not points
     return node.op_type == "Conv" and (automatic or any(attributes.get("pads", ())))
 
 
