@@ -381,7 +381,7 @@ def remarks(table: Table) -> Iterator[str]:
         )
         yield (
             f"SGD, {kind}: the schedule's function is {number(median(found))} away from that of decay in the median "
-            f"over seeds, {number(min(found))} to {number(max(found))}. Small differences grow in training."
+            f"over seeds, {number(min(found))} to {number(max(found))}."
         )
 
 
