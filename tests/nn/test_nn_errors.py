@@ -10,6 +10,14 @@ from normscope.errors import BadInput
 
 TEXTS = [
     (
+        lambda: own.DynamicTanh(3)(torch.tensor([[1, 2, 3]])),
+        "DynamicTanh takes a floating point input; got torch.int64. Use x.float().",
+    ),
+    (
+        lambda: own.TLU(3)(torch.zeros(1, 3, dtype=torch.bool)),
+        "TLU takes a floating point input; got torch.bool. Use x.float().",
+    ),
+    (
         lambda: own.RMSNorm(0),
         "RMSNorm needs every size in normalized_shape to be an integer of 1 or more; got 0. "
         "Give the sizes of the input's last axes, such as x.shape[-1].",

@@ -384,6 +384,40 @@ def test_a_compiled_norm_says_that_a_set_is_too_small_for_its_variance():
 
 
 ERRORS = {
+    "packed beside lengths": (
+        lambda: own.GroupNorm(1, 3)(pack_sequence([torch.zeros(2, 3)]), lengths=[2]),
+        "GroupNorm takes a packed sequence alone, which says its lengths; got lengths beside it. Leave that out, or "
+        "unpack the sequence (pad_packed_sequence).",
+    ),
+    "packed where there are time steps": (
+        lambda: own.ThresholdLayerNorm(3)(pack_sequence([torch.zeros(2, 3)])),
+        "ThresholdLayerNorm takes a tensor; got a packed sequence. Unpack it (pad_packed_sequence), and pass lengths=, "
+        "where the layer has positions or time steps.",
+    ),
+    "packed along its steps": (
+        lambda: own.L2Norm(dim=1)(pack_sequence([torch.zeros(2, 3)])),
+        "L2Norm takes a packed sequence along an axis of its features, counted from the end; got dim=1 and elements "
+        "of shape (3,). Unpack it (pad_packed_sequence), and pass lengths=.",
+    ),
+    "lengths beyond the end": (
+        lambda: own.BatchNorm1d(3)(torch.zeros(2, 3, 5), lengths=[5, 6]),
+        "BatchNorm1d takes lengths from 0 to the 5 positions that an input (2, 3, 5) has along axis -1; got 6. Count "
+        "the positions of that axis.",
+    ),
+    "lengths below 0": (
+        lambda: own.ThresholdLayerNorm(3)(torch.zeros(4, 2, 3), lengths=[1, -1]),
+        "ThresholdLayerNorm takes lengths from 0 to the 4 positions that an input (4, 2, 3) has along axis 0; got -1. "
+        "Count the positions of that axis.",
+    ),
+    "lengths of nothing": (
+        lambda: own.LayerNorm(3)(torch.zeros(1, 2, 3), lengths=[None]),
+        "LayerNorm takes lengths as whole numbers, one for each of the 1 samples; got [None]. Pass a list or a tensor "
+        "of integers.",
+    ),
+    "mask elsewhere": (
+        lambda: own.LayerNorm(3)(torch.zeros(2, 3), mask=torch.ones(2, 1, dtype=torch.bool, device="meta")),
+        "LayerNorm takes a mask on the device of its input, cpu; got one on meta. Use mask.to(x.device).",
+    ),
     "fewer axes": (
         lambda: own.BatchNorm1d(3)(torch.zeros(3, 3, 5), mask=torch.ones(3, 5, dtype=torch.bool)),
         "BatchNorm1d takes a boolean mask, True where an element counts, with the axes of the input (3, 3, 5), each of "
@@ -401,8 +435,8 @@ ERRORS = {
     ),
     "lengths of one axis": (
         lambda: own.RMSNorm(3)(torch.zeros(3), lengths=torch.tensor([1, 2, 3])),
-        "RMSNorm takes lengths as whole numbers, one for each of the samples on axis 0 of an input (3,); got "
-        "torch.int64 of shape (3,). Positions run along axis 1; where they do not, pass mask=.",
+        "RMSNorm takes lengths of an input with an axis of positions, 3 axes or more; got one of shape (3,), whose "
+        "axes are samples and features. Leave lengths out, or pass mask=.",
     ),
     "fill": (
         lambda: own.LayerNorm(3)(torch.zeros(2, 2, 3), lengths=torch.tensor([1, 2]), fill="mean"),
@@ -452,3 +486,54 @@ def test_a_call_with_a_packed_sequence_is_a_call():
         "0 was not measured: the call has a mask, lengths or a packed sequence, and which elements count is no part of "
         "a specification, so that outputs and statistics were compared with none",
     )
+
+
+NO_POSITIONS = {
+    "BatchNorm1d": lambda: own.BatchNorm1d(6),
+    "SyncBatchNorm": lambda: own.SyncBatchNorm(6),
+    "BatchWhitening": lambda: own.BatchWhitening(6, 2),
+    "GroupNorm": lambda: own.GroupNorm(2, 6),
+    "PixelNorm": own.PixelNorm,
+    "LayerNorm": lambda: own.LayerNorm(6),
+    "RMSNorm llama": lambda: own.RMSNorm(6, convention="llama"),
+    "LayerNorm two axes": lambda: own.LayerNorm((1, 6)),
+    "AdaptiveLayerNorm": lambda: own.AdaptiveLayerNorm(6),
+}
+
+
+@pytest.mark.parametrize("name", NO_POSITIONS)
+def test_lengths_count_positions_never_channels(name):
+    x = torch.randn(4, 1, 6) if name == "LayerNorm two axes" else torch.randn(4, 6)
+    beside = {"scale": x, "shift": x} if name.startswith("Adaptive") else {}
+    with pytest.raises(BadInput, match="takes lengths of an input with an axis of positions"):
+        NO_POSITIONS[name]()(x, lengths=[1, 1, 1, 1], **beside)
+
+
+@pytest.mark.parametrize("name", [*NO_POSITIONS, "ThresholdBatchNorm1d", "FilterResponseNorm1d"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_unknown_fill_is_said_before_anything_moves(name, masked):
+    norm = NO_POSITIONS[name]() if name in NO_POSITIONS else getattr(own, name)(6)
+    before = {key: value.clone() for key, value in norm.state_dict().items()}
+    x = torch.randn(4, 6, 6)
+    mask = {"mask": torch.ones(4, 1, 1, dtype=torch.bool)} if masked else {}
+    with pytest.raises(BadInput, match="fill says what stands where the mask is False"):
+        norm(x, fill="nonsense", **mask)
+    assert all(torch.equal(value, before[key]) for key, value in norm.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "norm", [own.L2Norm(), own.DynamicTanh(6), own.TLU(6)], ids=lambda n: type(n).__name__
+)
+def test_norms_and_maps_of_elements_take_packed_sequences(norm):
+    packed = pack_sequence([torch.randn(5, 6), torch.randn(3, 6)])
+    assert torch.equal(norm(packed).data, norm(packed.data))
+
+
+@pytest.mark.parametrize(
+    "norm", [own.ConditionalBatchNorm1d(4, classes=1, momentum=None), own.BatchWhitening(4, 2, momentum=None)]
+)
+def test_a_batch_without_elements_is_none_to_the_average(norm):
+    for x in (torch.zeros(0, 4), torch.tensor([[7.0], [9.0]]).expand(2, 4)):
+        norm(x, torch.zeros(len(x), dtype=torch.long)) if hasattr(norm, "modulation") else norm(x)
+    assert int(norm.num_batches_tracked) == 1
+    assert norm.running_mean.tolist() == [8.0] * 4

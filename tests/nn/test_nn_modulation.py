@@ -344,3 +344,69 @@ def test_errors_say_what_is_wanted_what_came_and_the_fix(name):
     with pytest.raises(BadInput) as caught:
         call()
     assert str(caught.value) == text
+
+
+IDS = {
+    "beyond": (
+        torch.tensor([0, 3]),
+        "ConditionalBatchNorm1d was made for 3 classes, counted from 0; got class 3. Make the layer with a larger "
+        "classes=, or give the unknown ones a class of their own.",
+    ),
+    "negative": (
+        torch.tensor([0, -1]),
+        "ConditionalBatchNorm1d was made for 3 classes, counted from 0; got class -1. Make the layer with a larger "
+        "classes=, or give the unknown ones a class of their own.",
+    ),
+    "complex": (
+        torch.tensor([0j, 1j]),
+        "ConditionalBatchNorm1d takes classes, whole numbers below 3, of shape (2,) with this input; got "
+        "torch.complex64 of shape (2,). There is one for every sample.",
+    ),
+    "list": (
+        [0, 1],
+        "ConditionalBatchNorm1d takes classes, whole numbers below 3, as a tensor of shape (2,); got [0, 1]. Use "
+        "torch.tensor.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_ids_that_are_no_class_are_said_before_anything_moves(case):
+    given, text = IDS[case]
+    norm = own.ConditionalBatchNorm1d(4, classes=3)
+    with pytest.raises(BadInput) as caught:
+        norm(draw(2, 4).float(), given)
+    assert str(caught.value) == text
+    assert int(norm.num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_ids_of_every_whole_type(dtype):
+    norm, x, ids = (
+        own.ConditionalBatchNorm1d(4, classes=3, zero=False),
+        draw(2, 4).float(),
+        torch.tensor([2, 0]),
+    )
+    assert torch.equal(norm(x, ids.to(dtype)), norm(x, ids))
+
+
+def test_conditions_of_another_dtype():
+    x = draw(2, 4, 3, 3).float()
+    with pytest.raises(BadInput) as caught:
+        own.ConditionalBatchNorm2d(4, condition_features=3)(x, draw(2, 3))
+    assert str(caught.value) == (
+        "ConditionalBatchNorm2d takes a condition in the dtype of its modulation, torch.float32; got torch.float64. "
+        "Use condition.to(layer.modulation.weight.dtype)."
+    )
+    with pytest.raises(BadInput) as caught:
+        own.SpatiallyAdaptiveInstanceNorm2d(4, label_channels=2)(x, torch.ones(2, 2, 3, 3, dtype=torch.long))
+    assert str(caught.value) == (
+        "SpatiallyAdaptiveInstanceNorm2d takes a label map in the dtype of its convolutions, torch.float32; got "
+        "torch.int64. Use labels.to(layer.mlp_gamma.weight.dtype)."
+    )
+
+
+def test_adaptive_norms_take_no_packed_sequence():
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(2, 4)])
+    with pytest.raises(BadInput, match="AdaptiveLayerNorm takes a tensor; got a packed sequence"):
+        own.AdaptiveLayerNorm(4)(packed, scale=torch.zeros(1, 4), shift=torch.zeros(1, 4))

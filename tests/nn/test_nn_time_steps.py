@@ -385,3 +385,30 @@ def test_errors(case):
     with pytest.raises(BadInput) as caught:
         call()
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("number", [True, 1.0, -1, 3])
+def test_a_step_of_bntt_is_a_number_of_its_steps(number):
+    norm = own.BatchNormThroughTime1d(3, 4)
+    with pytest.raises(BadInput) as caught:
+        norm.step(torch.randn(5, 4), number)
+    assert str(caught.value) == (
+        f"BatchNormThroughTime1d has 3 time steps, counted from 0; got number={number!r}. Start again at 0 with every "
+        "sequence."
+    )
+
+
+def test_the_plain_average_of_bntt_may_begin_at_a_later_step():
+    norm, x = own.BatchNormThroughTime1d(3, 4, momentum=None), torch.randn(5, 4)
+    norm.step(x, 1)
+    torch.testing.assert_close(norm.running_mean[1], x.mean(0))
+
+
+def test_steps_and_channels_in_the_wrong_order_are_said():
+    with pytest.raises(BadInput) as caught:
+        own.TemporalEffectiveBatchNorm1d(6, 4)(torch.randn(4, 3, 6))
+    assert str(caught.value) == (
+        "TemporalEffectiveBatchNorm1d was made for 4 channels on axis 2; got an input of shape (4, 3, 6). The number "
+        "of steps comes first, TemporalEffectiveBatchNorm1d(steps, num_features), then that of channels; or say where "
+        "they are with layout=, or make the layer for that number."
+    )

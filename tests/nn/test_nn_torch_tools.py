@@ -173,6 +173,13 @@ def test_torch_nn_transformer_layer_takes_ours():
         torch.testing.assert_close(layer.eval()(x), wanted)
 
 
+def test_convert_sync_batchnorm_of_torch_loses_no_correction():
+    model = nn.Sequential(own.BatchNorm1d(4, running_correction=0))
+    with pytest.raises(BadInput, match="convert_sync_batchnorm, which keeps running_correction=0, and leave"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert own.SyncBatchNorm.convert_sync_batchnorm(model)[0].running_correction == 0
+
+
 def test_names_are_there_and_others_are_not():
     assert dir(own) == sorted(own.__all__)
     with pytest.raises(AttributeError, match=r"module 'normscope\.nn' has no attribute 'Norm'"):

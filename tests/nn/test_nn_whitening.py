@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -306,3 +308,53 @@ def test_small_sets_are_whitened_as_far_as_eps_lets_them():
     y = own.BatchWhitening(3, 3, affine=False)(correlated(3, 3))
     values = torch.linalg.eigvalsh(covariance(rows(y, 3))[0])
     torch.testing.assert_close(values, torch.tensor([0.0, 1, 1]).double(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("asked", [{"eps_at": "trace"}, {"eps": 0.0}])
+def test_constant_channels_give_the_bias_and_a_gradient_of_0(name, asked):
+    """Their covariance is 0, and no eps is added."""
+    state = {"state": "whitening"} if name != "group" else {}
+    norm = LAYERS[name](**asked, **state).double()
+    torch.nn.init.constant_(norm.bias, 0.25)
+    x = correlated(8, 6, 5)
+    still = (slice(3), slice(None)) if name == "group" else (slice(None), slice(3))
+    x[still] = 3.7
+    x.requires_grad_()
+    y = norm(x)
+    (dx,) = torch.autograd.grad(y, x, correlated(8, 6, 5))
+    assert (y[still] == 0.25).all()
+    assert not dx[still].any()
+    held = {"weight": norm.weight.detach().numpy(), "bias": norm.bias.detach().numpy()}
+    wanted = reference.forward(x.detach().numpy(), norm.spec, **held)
+    assert np.abs(y.detach().numpy() - wanted).max() < 1e-9
+    assert all(torch.isfinite(stored).all() for stored in norm.buffers())
+
+
+def test_a_state_never_takes_a_matrix_that_is_none():
+    norm = own.BatchWhitening(2, 2, eps=0.0, state="whitening", method="cholesky").double()
+    x = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).repeat(4, 2)  # a covariance of ones
+    with pytest.raises(BadInput) as caught:
+        norm(x)
+    assert str(caught.value) == (
+        "whitening with eps=0 that stores W needs a covariance with an inverse; got channels that are constant or "
+        "combinations of others. Give an eps such as 1e-5."
+    )
+    assert torch.equal(norm.running_whitening, torch.eye(2).double()[None])
+
+
+def test_group_whitening_of_no_samples_under_a_mask():
+    mask = torch.ones(1, 1, 1, dtype=torch.bool)
+    assert own.GroupWhitening(2, 4)(torch.randn(0, 4, 6), mask=mask).shape == (0, 4, 6)
+
+
+def test_a_norm_over_all_ranks_is_copied_and_saved(tmp_path):
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        whole = torch.distributed.group.WORLD
+        norm = pickle.loads(pickle.dumps(copy.deepcopy(own.IterNorm(4, 2, group=whole))))
+        assert norm.group is whole
+    finally:
+        torch.distributed.destroy_process_group()
+    assert norm.group is None

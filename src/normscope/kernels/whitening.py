@@ -10,6 +10,7 @@ from math import nan, prod
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from normscope.errors import BadInput
 from normscope.kernels.elementary import Elementary, divisor, names_of, shape_on, wide
@@ -39,7 +40,17 @@ def to_store(view: Elementary, centered: Tensor, count: int | Tensor, correction
     """What running state follows: covariances or W, with the axes of `group_names` before those of the matrix."""
     found = covariance(view, centered if view.spec.center else view.x, count, correction)
     if view.spec.whiten_state == "whitening":
-        found = matrices(view, found)
+        w = matrices(view, found)
+        if (
+            view.spec.eps == 0
+            and not (is_compiling() or w.is_meta)
+            and (found.isfinite() & ~w.isfinite()).any()
+        ):
+            raise BadInput(
+                "whitening with eps=0 that stores W needs a covariance with an inverse; got channels that are constant "
+                "or combinations of others. Give an eps such as 1e-5."
+            )
+        found = w
     sizes = {axis.name: axis.size for axis in view.axes}
     return found.reshape(*(sizes[name] for name in group_names(view)), *found.shape[1:])
 
@@ -75,7 +86,7 @@ def covariance(view: Elementary, x: Tensor, count: int | Tensor, correction: flo
 
 
 def matrices(view: Elementary, s: Tensor) -> Tensor:
-    """W of each covariance; NaN where there is none.
+    """W of each covariance; 0 where that is 0 and no eps is added, and NaN where there is none.
 
     - ``zca``: S^(-1/2), the symmetric one.
     - ``cholesky``: L^-1 with S = L L^T, lower triangular.
@@ -88,6 +99,12 @@ def matrices(view: Elementary, s: Tensor) -> Tensor:
     one = torch.eye(k, dtype=s.dtype, device=s.device)
     trace = s.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
     s = s + view.eps * one * (trace / k if spec.eps_at == "trace" else 1.0)
+    nothing = torch.zeros_like(trace, dtype=torch.bool)
+    if (
+        spec.eps == 0 or spec.eps_at == "trace"
+    ):  # constant channels have no direction: they give the bias, gradient 0
+        nothing = trace == 0
+        s = torch.where(nothing, one, s)
     sound = torch.isfinite(s).all(-1).all(-1)[:, None, None]
     s = torch.where(sound, s, one)  # LAPACK refuses what is not finite
     if spec.scale == "iternorm":
@@ -104,7 +121,7 @@ def matrices(view: Elementary, s: Tensor) -> Tensor:
         w = w.masked_fill(failed, nan)
     else:
         w = inverse_root(s)
-    return w.masked_fill(~sound, nan)
+    return w.masked_fill(~sound, nan).masked_fill(nothing, 0.0)
 
 
 def semidefinite(s: Tensor) -> Tensor:
@@ -154,7 +171,7 @@ def as_rows(x: Tensor, view: Elementary) -> Tensor:
     sizes = {axis.name: x.shape[i] for i, axis in enumerate(view.axes)}
     joint = prod([sizes[name] for name in view.spec.whiten.split()])
     groups = prod([sizes[name] for name in group_names(view)])
-    members = x.numel() // max(joint * groups, 1)
+    members = prod([sizes[axis.name] for axis in view.axes if not axis.kept])
     return x.permute(_order(view)).reshape(groups, joint, members)
 
 

@@ -23,6 +23,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from normscope.distributed import of_all, pooled, world_of
 from normscope.errors import BadInput
@@ -31,7 +32,7 @@ from normscope.functional.outside_programs import outside_programs
 from normscope.functional.shares import arithmetic
 from normscope.kernels.elementary import Elementary
 from normscope.nn.arguments import sizes
-from normscope.nn.masking import is_packed, valid
+from normscope.nn.masking import valid
 from normscope.nn.sync_batch_norm import SyncBatchNorm
 from normscope.nn.time_steps import TimeSteps
 from normscope.spec import NormSpec, families
@@ -221,7 +222,7 @@ def _moments(norm: nn.Module, spec: NormSpec, given: dict[str, Any]) -> Tensor:
     """(3, sets): count, mean and sum of squared deviations of what the norm was called with."""
     input = list(given.values())[1]
     mask, lengths = given.get("mask"), given.get("lengths")
-    x: Tensor = input.data if is_packed(input) else input
+    x: Tensor = input.data if isinstance(input, PackedSequence) else input
     counts = None
     if mask is not None or lengths is not None:
         by_step: Callable[..., Tensor | None] | None = norm._counts if isinstance(norm, TimeSteps) else None

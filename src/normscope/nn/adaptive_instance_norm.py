@@ -17,7 +17,7 @@ from normscope.functional import normalize
 from normscope.kernels.composite import Moments
 from normscope.kernels.elementary import HALF, Elementary
 from normscope.nn.arguments import positive_eps
-from normscope.nn.masking import Lengths, valid
+from normscope.nn.masking import Lengths, not_packed, valid
 from normscope.nn.modulation import modulated, modulated_leaf
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
@@ -67,6 +67,7 @@ class AdaptiveInstanceNorm(Unscriptable):
             return modulated_leaf(
                 self, input, fill, style=style, mask=mask, lengths=lengths, style_mask=style_mask
             )
+        not_packed(self, input, fill)
         if min(input.dim(), style.dim()) < 3 or input.shape[:2] != style.shape[:2]:
             raise BadInput(
                 "AdaptiveInstanceNorm takes x and style (N, C, ...) of the same samples and channels, each with one "

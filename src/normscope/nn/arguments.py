@@ -44,6 +44,12 @@ def positive_eps(layer: str, eps: Any) -> float:
     return number
 
 
+def floating(layer: str, x: Tensor) -> None:
+    """Raise BadInput where ``x`` is not floating point, whose output would be rounded to whole numbers."""
+    if not x.is_floating_point():
+        raise BadInput(f"{layer} takes a floating point input; got {x.dtype}. Use x.float().")
+
+
 def on_axis_1(layer: str, x: Tensor, channels: int, positions: str = "...") -> None:
     """Raise BadInput unless ``x`` has that many channels on axis 1, and of ``positions`` such as ``"H, W"`` as many."""
     axes = x.dim() if positions == "..." else 2 + len(positions.split(", "))

@@ -20,15 +20,15 @@ from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.masking import by_element, is_packed, masked_leaf, valid
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
-from normscope.nn.torch_tools import Proxy, is_scripting, method, refuse_script
+from normscope.nn.torch_tools import Proxy, Unsynchronized, is_scripting, method, refuse_script
 from normscope.nn.tracked import by_batch_or_stored, momentum_of
 from normscope.spec import NormSpec, RunningState, families
 
 
-class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNorm):
+class _BatchNorm(Unsynchronized, Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNorm):
     """What the three share; they differ in the number of axes they take."""
 
-    __jit_unused_properties__ = ("spec",)
+    __jit_unused_properties__ = ("spec", "_synchronized")
     _scripted = method("_scripted", nn.modules.batchnorm._BatchNorm.forward)
     _ndim: tuple[int, int | None]
     running_correction = 1
@@ -68,7 +68,7 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
             return self._scripted(input)
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_element(input, self.forward)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if mask is not None or lengths is not None:
@@ -76,7 +76,7 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
             return by_batch_or_stored(self, input, self.spec, self.weight, self.bias, counts, fill)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+            self.num_batches_tracked.add_(1)  # a batch without samples too, as in torch
             if self.momentum is None:  # the plain average of all batches so far
                 momentum = 1.0 / float(self.num_batches_tracked)
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
@@ -96,6 +96,10 @@ class _BatchNorm(Float32Statistics, OptionalBias, nn.modules.batchnorm._BatchNor
             momentum,
             self.eps,
         )
+
+    @property
+    def _synchronized(self) -> str:  # type: ignore[override]  # torch's batch norm over ranks stores over M - 1
+        return "keeps running_correction=0" if self.running_correction == 0 else ""
 
     @property
     def spec(self) -> NormSpec:

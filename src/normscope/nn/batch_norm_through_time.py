@@ -61,7 +61,7 @@ class _BatchNormThroughTime(TimedBatchNorm):
 
         The counter of batches moves with step 0.
         """
-        if not 0 <= number < self.steps:
+        if type(number) is not int or not 0 <= number < self.steps:
             raise BadInput(
                 f"{type(self).__name__} has {self.steps} time steps, counted from 0; got number={number!r}. Start "
                 "again at 0 with every sequence."
@@ -94,7 +94,7 @@ class _OneStep:
         counter = layer.num_batches_tracked
         self.num_batches_tracked = None
         if counter is not None:  # steps after 0 find it moved already
-            self.num_batches_tracked = counter.clone() if number == 0 else counter - 1
+            self.num_batches_tracked = counter.clone() if number == 0 else (counter - 1).clamp(min=0)
         for name in ("weight", "bias", "running_mean", "running_var"):
             held = getattr(layer, name)
             setattr(self, name, None if held is None else held[number])

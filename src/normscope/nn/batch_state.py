@@ -19,7 +19,7 @@ from normscope.errors import BadInput
 from normscope.functional import batch_norm, normalize
 from normscope.nn.arguments import positive_eps, sizes
 from normscope.nn.float32_statistics import Float32Statistics
-from normscope.nn.masking import Lengths, by_element, filled, valid
+from normscope.nn.masking import Lengths, by_element, filled, is_packed, valid
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable, Unsynchronized, leaf
@@ -58,7 +58,7 @@ class BatchState(
 
     def forward(
         self,
-        input: Tensor | PackedSequence,
+        input: Any,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         fill: str = "zero",
@@ -69,7 +69,7 @@ class BatchState(
         if isinstance(input, Proxy):
             given = {"mask": mask, "lengths": lengths, "fill": None if fill == "zero" else fill}
             return leaf(self, input, **{name: value for name, value in given.items() if value is not None})
-        if isinstance(input, PackedSequence):
+        if is_packed(self, input, mask, lengths, fill):
             return self._packed(input)
         self._check_shape(input)
         counts = None

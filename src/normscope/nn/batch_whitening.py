@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from normscope.distributed import world_of
 from normscope.errors import BadInput
@@ -60,7 +61,9 @@ class BatchWhiteningState(Unscriptable, Float32Statistics, OptionalBias):
         group: Any,
     ) -> None:
         super().__init__()
-        self.group = group
+        # by name: torch copies and saves no process group
+        self._all_ranks = dist.is_available() and group is not None and group is dist.group.WORLD
+        self._group = None if self._all_ranks else group
         name = type(self).__name__
         (self.num_features,) = sizes(name, "num_features", num_features, "Give the size of axis 1.")
         (self.group_size,) = sizes(
@@ -83,6 +86,11 @@ class BatchWhiteningState(Unscriptable, Float32Statistics, OptionalBias):
         self._keep_statistics()
         self.reset_parameters()
 
+    @property
+    def group(self) -> Any:
+        """The process group over whose ranks training whitens, or None."""
+        return dist.group.WORLD if self._all_ranks else self._group
+
     def reset_running_stats(self) -> None:
         """Mean 0, every matrix the identity, no batch counted; nothing where nothing is stored."""
         mean, matrix = (getattr(self, name) for name in self.statistics)
@@ -104,7 +112,7 @@ class BatchWhiteningState(Unscriptable, Float32Statistics, OptionalBias):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_element(input, self.forward)
         name = type(self).__name__
         if input.dim() < 2 or input.shape[1] != self.num_features:

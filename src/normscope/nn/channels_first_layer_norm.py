@@ -62,7 +62,7 @@ class ChannelsFirstLayerNorm(Unscriptable, nn.LayerNorm):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_element(input, self.forward)
         (channels,) = self.normalized_shape
         if input.dim() < 2 or input.shape[1] != channels:

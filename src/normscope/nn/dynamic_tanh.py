@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import BadInput
-from normscope.nn.arguments import last_sizes, on_axis_1, sizes
-from normscope.nn.masking import masked_leaf
+from normscope.nn.arguments import floating, last_sizes, on_axis_1, sizes
+from normscope.nn.masking import by_element, is_packed, masked_leaf
 from normscope.nn.torch_tools import Proxy, Unscriptable
 
 
@@ -79,6 +79,9 @@ class DynamicTanh(Unscriptable):
         """Element by element, in training as in evaluation."""
         if isinstance(input, Proxy):
             return masked_leaf(self, input, None, None, "zero")
+        if is_packed(self, input):
+            return by_element(input, self.forward)
+        floating("DynamicTanh", input)
         beside = self.normalized_shape
         if self.channels_last:
             last_sizes("DynamicTanh", input, self.normalized_shape)

@@ -18,8 +18,17 @@ from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.kernels.composite import Moments
 from normscope.kernels.elementary import Elementary
-from normscope.nn.arguments import on_axis_1, positive_eps, sizes
-from normscope.nn.masking import Lengths, filled, masked_leaf, normalize_valid, valid
+from normscope.nn.arguments import floating, on_axis_1, positive_eps, sizes
+from normscope.nn.masking import (
+    Lengths,
+    by_element,
+    filled,
+    is_packed,
+    masked_leaf,
+    normalize_valid,
+    not_packed,
+    valid,
+)
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
 from normscope.spec import NormSpec, families
@@ -71,6 +80,7 @@ class _FilterResponseNorm(Unscriptable):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
+        not_packed(self, input, fill)
         name = type(self).__name__
         on_axis_1(name, input, self.num_features, "L" if self._ndim == 3 else "H, W")
         counts = None
@@ -181,6 +191,9 @@ class TLU(Unscriptable):
         """Element by element; the dtype is that of ``input``."""
         if isinstance(input, Proxy):
             return masked_leaf(self, input, None, None, "zero")
+        if is_packed(self, input):
+            return by_element(input, self.forward)
+        floating("TLU", input)
         on_axis_1("TLU", input, self.num_features)
         return torch.maximum(input, self.tau.to(input.dtype).view(-1, *[1] * (input.dim() - 2)))
 

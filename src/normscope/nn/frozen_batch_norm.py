@@ -82,7 +82,7 @@ class FrozenBatchNorm(Unscriptable, Float32Statistics):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_element(input, self.forward)
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise BadInput(

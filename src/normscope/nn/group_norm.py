@@ -65,7 +65,7 @@ class GroupNorm(OptionalBias, nn.GroupNorm):
             return self._scripted(input)
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_sequence(input, self.forward)
         if mask is not None or lengths is not None:
             return normalize_masked(self, input, mask, lengths, fill)

@@ -90,7 +90,7 @@ class GroupWhitening(Unscriptable, OptionalBias):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_sequence(input, self.forward)
         if input.dim() < 2 or input.shape[1] != self.num_channels:
             raise BadInput(

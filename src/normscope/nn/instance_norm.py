@@ -67,7 +67,7 @@ class _InstanceNorm(Float32Statistics, OptionalBias, nn.modules.instancenorm._In
             return self._torch_forward(input)
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_sequence(input, self.forward)
         if mask is not None or lengths is not None:
             return self._masked(input, mask, lengths, fill)

@@ -7,12 +7,14 @@ torch.nn.functional.normalize as a layer, with p = 2.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps
-from normscope.nn.masking import masked_leaf, normalize_masked
+from normscope.nn.masking import by_element, is_packed, masked_leaf, normalize_masked
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
 from normscope.spec import NormSpec
@@ -50,14 +52,25 @@ class L2Norm(Unscriptable):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
+        if is_packed(self, input, mask, lengths, fill):
+            return self._packed(input)
         if not -input.dim() <= self.dim < input.dim():
             raise BadInput(
                 f"L2Norm normalizes along axis {self.dim}; got an input of shape {tuple(input.shape)}. "
                 "The last axis is dim=-1."
             )
         if mask is not None or lengths is not None:
-            return normalize_masked(self, input, mask, lengths, fill, time=1)
+            return normalize_masked(self, input, mask, lengths, fill, time=1, axes=2)
         return normalize(input, self.spec)
+
+    def _packed(self, input: Any) -> Tensor:
+        if not -input.data.dim() < self.dim < 0:  # steps and samples are in one axis there
+            raise BadInput(
+                "L2Norm takes a packed sequence along an axis of its features, counted from the end; got "
+                f"dim={self.dim} and elements of shape {tuple(input.data.shape[1:])}. Unpack it "
+                "(pad_packed_sequence), and pass lengths=."
+            )
+        return by_element(input, self.forward)
 
     @property
     def spec(self) -> NormSpec:

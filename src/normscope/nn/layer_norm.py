@@ -51,11 +51,13 @@ class LayerNorm(nn.LayerNorm):
             return self._scripted(input)
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_element(input, self.forward)
         if mask is not None or lengths is not None:
             last_sizes("LayerNorm", input, self.normalized_shape)
-            return normalize_masked(self, input, mask, lengths, fill, time=1)
+            return normalize_masked(
+                self, input, mask, lengths, fill, time=1, axes=2 + len(self.normalized_shape)
+            )
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
     @property

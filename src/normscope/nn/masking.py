@@ -13,10 +13,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from normscope.errors import BadInput
 from normscope.functional import normalize
+from normscope.kernels import dispatch
 from normscope.kernels.elementary import axes_of, place, spreads
 from normscope.nn.torch_tools import leaf
 from normscope.spec import NormSpec, RunningState
@@ -33,6 +35,7 @@ def valid(
     *,
     samples: int = 0,
     time: int = -1,
+    axes: int = 3,
 ) -> Tensor:
     """The elements that count, as one boolean mask that broadcasts to ``input``.
 
@@ -41,6 +44,7 @@ def valid(
         mask: boolean, with as many axes as ``input``, each of its size or 1.
         lengths: whole numbers (B,), one for each sample: positions from there on along the axis ``time`` do not count.
         samples, time: the axes of ``input`` that ``lengths`` is about.
+        axes: how many an input has at least that has positions beside samples and features.
 
     With both, an element counts where both say so. Raises BadInput where either does not fit.
 
@@ -48,6 +52,11 @@ def valid(
     tensor([[ True, False, False],
             [ True,  True,  True]])
     """
+    if lengths is not None and input.dim() < axes:
+        raise BadInput(
+            f"{layer} takes lengths of an input with an axis of positions, {axes} axes or more; got one of shape "
+            f"{tuple(input.shape)}, whose axes are samples and features. Leave lengths out, or pass mask=."
+        )
     found = None if lengths is None else _within(layer, input, lengths, samples, time)
     if mask is None:
         if found is None:
@@ -83,10 +92,17 @@ def normalize_valid(
 
 
 def normalize_masked(
-    layer: Any, input: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str, *, time: int = -1
+    layer: Any,
+    input: Tensor,
+    mask: Tensor | None,
+    lengths: Lengths | None,
+    fill: str,
+    *,
+    time: int = -1,
+    axes: int = 3,
 ) -> Tensor:
     """What a layer without state computes, by its ``spec``, ``weight`` and ``bias``, of the elements that count."""
-    counts = valid(type(layer).__name__, input, mask, lengths, time=time)
+    counts = valid(type(layer).__name__, input, mask, lengths, time=time, axes=axes)
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     return normalize_valid(input, layer.spec, weight, bias, counts, fill)
 
@@ -105,8 +121,7 @@ def masked_leaf(
 
 def filled(y: Tensor, spec: NormSpec, bias: Tensor | None, mask: Tensor, fill: str) -> Tensor:
     """``y``, which is 0 where the mask is False, with the bias there if ``fill`` asks for it."""
-    if fill not in FILLS:
-        raise BadInput(f"fill says what stands where the mask is False, 'zero' or 'bias'; got {fill!r}.")
+    known_fill(fill)
     if fill == "zero" or bias is None or spec.bias is None:
         return y
     axes = axes_of(spec, tuple(y.shape))
@@ -114,9 +129,43 @@ def filled(y: Tensor, spec: NormSpec, bias: Tensor | None, mask: Tensor, fill: s
     return torch.where(mask, y, everywhere.to(y.dtype))
 
 
-def is_packed(input: Any) -> bool:
-    """Whether a layer was called with a packed sequence: it then returns one, packed alike."""
-    return isinstance(input, PackedSequence)
+def known_fill(fill: str) -> None:
+    """Raise BadInput where ``fill`` is none: before anything is computed or moves, and where there is no mask too."""
+    if fill not in FILLS:
+        raise BadInput(f"fill says what stands where the mask is False, 'zero' or 'bias'; got {fill!r}.")
+
+
+def is_packed(
+    layer: Any,
+    input: Any,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    fill: str = "zero",
+) -> bool:
+    """Whether a layer was called with a packed sequence: it then returns one, packed alike.
+
+    Raises BadInput where something came with it that holds for padded inputs alone, and where ``fill`` is unknown.
+    """
+    known_fill(fill)
+    if not isinstance(input, PackedSequence):
+        return False
+    beside = " and ".join(name for name, value in (("mask", mask), ("lengths", lengths)) if value is not None)
+    if beside:
+        raise BadInput(
+            f"{type(layer).__name__} takes a packed sequence alone, which says its lengths; got {beside} beside it. "
+            "Leave that out, or unpack the sequence (pad_packed_sequence)."
+        )
+    return True
+
+
+def not_packed(layer: Any, input: Any, fill: str = "zero") -> None:
+    """Raise BadInput where a layer that takes none is called with a packed sequence, or ``fill`` is unknown."""
+    known_fill(fill)
+    if isinstance(input, PackedSequence):
+        raise BadInput(
+            f"{type(layer).__name__} takes a tensor; got a packed sequence. Unpack it (pad_packed_sequence), and pass "
+            "lengths=, where the layer has positions or time steps."
+        )
 
 
 def by_element(packed: Any, norm: Callable[[Tensor], Tensor]) -> Tensor:
@@ -143,6 +192,11 @@ def _with_data(packed: PackedSequence, data: Tensor) -> Tensor:
 def _fits(layer: str, input: Tensor, mask: Any) -> None:
     """Fewer axes would broadcast too, and (N, L) to (N, C, L) silently along the channels where N is C."""
     fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and spreads(mask.shape, input.shape)
+    if fits and mask.device != input.device:
+        raise BadInput(
+            f"{layer} takes a mask on the device of its input, {input.device}; got one on {mask.device}. Use "
+            "mask.to(x.device)."
+        )
     if not fits:
         got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise BadInput(
@@ -152,7 +206,13 @@ def _fits(layer: str, input: Tensor, mask: Any) -> None:
 
 
 def _within(layer: str, input: Tensor, lengths: Lengths, samples: int, time: int) -> Tensor:
-    numbers = torch.as_tensor(lengths, device=input.device)
+    try:
+        numbers = torch.as_tensor(lengths, device=input.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(
+            f"{layer} takes lengths as whole numbers, one for each of the {input.shape[samples]} samples; got "
+            f"{lengths!r}. Pass a list or a tensor of integers."
+        ) from error
     batch, positions = (
         input.shape[dim] if -input.dim() <= dim < input.dim() else -1 for dim in (samples, time)
     )
@@ -163,6 +223,15 @@ def _within(layer: str, input: Tensor, lengths: Lengths, samples: int, time: int
             f"{tuple(input.shape)}; got {numbers.dtype} of shape {tuple(numbers.shape)}. Positions run along axis "
             f"{time}; where they do not, pass mask=."
         )
+    # a program, or a function that is being transformed, has no numbers yet
+    open_numbers = is_compiling() or dispatch.transforming() or dispatch.tracing() or numbers.is_meta
+    if batch and not open_numbers:
+        low, high = (int(end) for end in numbers.aminmax())
+        if low < 0 or high > positions:
+            raise BadInput(
+                f"{layer} takes lengths from 0 to the {positions} positions that an input {tuple(input.shape)} has "
+                f"along axis {time}; got {low if low < 0 else high}. Count the positions of that axis."
+            )
     inside = torch.arange(positions, device=input.device) < numbers[:, None]
     shape = [1] * input.dim()
     shape[samples], shape[time] = batch, positions

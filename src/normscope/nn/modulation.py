@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from normscope.errors import BadInput
+from normscope.kernels import dispatch
 from normscope.kernels.elementary import HALF
 from normscope.nn.arguments import sizes
-from normscope.nn.masking import FILLS, Lengths, valid
+from normscope.nn.masking import Lengths, known_fill, not_packed, valid
 from normscope.nn.torch_tools import Proxy, leaf
 
 
@@ -80,6 +82,7 @@ class Modulated(GivenAffine):
             return modulated_leaf(
                 self, input, fill, condition=condition, scale=scale, shift=shift, mask=mask, lengths=lengths
             )
+        not_packed(self, input, fill)
         self._check_shape(input)
         shape, beside = self._shapes(input)
         scale, shift = self._scale_and_shift(condition, scale, shift, shape)
@@ -171,16 +174,32 @@ class Modulated(GivenAffine):
 
     def _by_condition(self, condition: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         assert self.modulation is not None
+        name = type(self).__name__
+        classes = self.modulation.num_embeddings if isinstance(self.modulation, nn.Embedding) else 0
         if isinstance(self.modulation, nn.Embedding):
-            wanted, of = shape[:-1], f"classes, whole numbers below {self.modulation.num_embeddings},"
-            fits = not condition.is_floating_point() and condition.dtype != torch.bool
+            wanted, of = shape[:-1], f"classes, whole numbers below {classes},"
         else:
             wanted, of = (*shape[:-1], self.modulation.in_features), "a condition"
-            fits = condition.is_floating_point()
+        if not isinstance(condition, Tensor):
+            raise BadInput(
+                f"{name} takes {of} as a tensor of shape {wanted}; got {condition!r}. Use torch.tensor."
+            )
+        whole = condition.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+        fits = whole if classes else condition.is_floating_point()
         if not fits or tuple(condition.shape) != wanted:
             raise BadInput(
-                f"{type(self).__name__} takes {of} of shape {wanted} with this input; got {condition.dtype} of shape "
+                f"{name} takes {of} of shape {wanted} with this input; got {condition.dtype} of shape "
                 f"{tuple(condition.shape)}. There is one for every sample."
+            )
+        if classes:
+            condition = condition.long()
+            _within(name, condition, classes)
+        elif condition.dtype != self.modulation.weight.dtype and not torch.is_autocast_enabled(
+            condition.device.type
+        ):
+            raise BadInput(
+                f"{name} takes a condition in the dtype of its modulation, {self.modulation.weight.dtype}; got "
+                f"{condition.dtype}. Use condition.to(layer.modulation.weight.dtype)."
             )
         scale, shift = self.modulation(condition).chunk(2, -1)
         return scale, shift
@@ -212,8 +231,7 @@ def modulated(
     >>> modulated(x, lambda x: x - 2, 4 * one, one, 1.0, None, "zero")
     tensor([[-4.,  6.]])
     """
-    if fill not in FILLS:
-        raise BadInput(f"fill says what stands where the mask is False, 'zero' or 'bias'; got {fill!r}.")
+    known_fill(fill)
     wide = torch.float32 if input.dtype in HALF else input.dtype
     gain, bias = scale.to(wide) + offset, shift.to(wide)
     if mask is not None and gain.shape == input.shape:  # a gain there may be anything
@@ -221,6 +239,18 @@ def modulated(
         bias = bias if fill == "bias" else bias.masked_fill(~mask, 0.0)
     y = torch.addcmul(bias, norm(input.to(wide)), gain).to(input.dtype)
     return y if mask is None or fill == "bias" else y.masked_fill(~mask, 0.0)
+
+
+def _within(name: str, ids: Tensor, classes: int) -> None:
+    """Raise BadInput where an id is no class; a program, or a function that is being transformed, cannot ask."""
+    if not ids.numel() or ids.is_meta or is_compiling() or dispatch.transforming() or dispatch.tracing():
+        return
+    low, high = (int(end) for end in ids.aminmax())
+    if low < 0 or high >= classes:
+        raise BadInput(
+            f"{name} was made for {classes} classes, counted from 0; got class {low if low < 0 else high}. Make the "
+            "layer with a larger classes=, or give the unknown ones a class of their own."
+        )
 
 
 def modulated_leaf(layer: nn.Module, input: Any, fill: str, **given: Any) -> Tensor:

@@ -46,7 +46,7 @@ class PixelNorm(Unscriptable):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_element(input, self.forward)
         if input.dim() < 2:
             raise BadInput(

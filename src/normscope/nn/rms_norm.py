@@ -99,14 +99,15 @@ class RMSNorm(nn.RMSNorm):
             return self._scripted(x)
         if isinstance(x, Proxy):
             return masked_leaf(self, x, mask, lengths, fill)
-        if is_packed(x):
+        if is_packed(self, x, mask, lengths, fill):
             return by_element(x, self.forward)
         last_sizes("RMSNorm", x, self.normalized_shape)
         weight: Tensor | None = self.weight
         if mask is not None or lengths is not None:
+            axes = 2 + len(self.normalized_shape)
             if weight is None or weight.dtype == x.dtype or self.convention in ("torch", "gemma"):
-                return normalize_masked(self, x, mask, lengths, fill, time=1)
-            counts = valid("RMSNorm", x, mask, lengths, time=1)
+                return normalize_masked(self, x, mask, lengths, fill, time=1, axes=axes)
+            counts = valid("RMSNorm", x, mask, lengths, time=1, axes=axes)
             return filled(weight * self._unit(x, weight.dtype, counts), self.spec, None, counts, fill)
         if self.convention == "torch":
             return rms_norm(x, self.normalized_shape, weight, self.eps)

@@ -60,7 +60,7 @@ class ScaleNorm(Unscriptable):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_element(input, self.forward)
         last_sizes("ScaleNorm", input, (self.features,))
         if mask is not None or lengths is not None:

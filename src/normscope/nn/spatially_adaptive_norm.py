@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
@@ -18,7 +19,7 @@ from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import on_axis_1, positive_eps, sizes
 from normscope.nn.conditional_batch_norm import GivenAffineBatchNorm
-from normscope.nn.masking import Lengths
+from normscope.nn.masking import Lengths, not_packed
 from normscope.nn.modulation import GivenAffine, modulated_leaf
 from normscope.nn.remembered import remembered
 from normscope.nn.torch_tools import Proxy, Unscriptable
@@ -79,6 +80,7 @@ class _Maps(GivenAffine):
             return modulated_leaf(
                 self, input, fill, labels=labels, scale=scale, shift=shift, mask=mask, lengths=lengths
             )
+        not_packed(self, input, fill)
         self._check_shape(input)
         scale, shift = self._maps(input, labels, scale, shift)
         return self._modulate(input, scale, shift, mask, lengths, fill)
@@ -104,6 +106,11 @@ class _Maps(GivenAffine):
                 raise BadInput(
                     f"{name} takes a label map (N, {first.in_channels}, H, W) with a map for every sample of an input "
                     f"{tuple(input.shape)}; got shape {tuple(labels.shape)}. Classes are one-hot channels."
+                )
+            if labels.dtype != first.weight.dtype and not torch.is_autocast_enabled(labels.device.type):
+                raise BadInput(
+                    f"{name} takes a label map in the dtype of its convolutions, {first.weight.dtype}; got "
+                    f"{labels.dtype}. Use labels.to(layer.mlp_gamma.weight.dtype)."
                 )
             # an empty batch has no map to resize
             fits = labels.shape[2:] == input.shape[2:]

@@ -100,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @outside_programs
     def _over_ranks(self, input: Any, mask: Tensor | None, lengths: Lengths | None, fill: str) -> Any:
-        if is_packed(input):
+        if is_packed(self, input, mask, lengths, fill):
             return by_element(input, self.forward)
         self._check_input_dim(input)
         counts = None

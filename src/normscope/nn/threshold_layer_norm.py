@@ -20,7 +20,7 @@ from torch import Tensor
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.nn.arguments import positive_eps, sizes
-from normscope.nn.masking import Lengths, masked_leaf, normalize_valid
+from normscope.nn.masking import Lengths, masked_leaf, normalize_valid, not_packed
 from normscope.nn.optional_bias import OptionalBias
 from normscope.nn.remembered import remembered
 from normscope.nn.time_steps import TimeSteps, threshold_gain
@@ -70,6 +70,7 @@ class _ThresholdNorm(TimeSteps, Unscriptable, OptionalBias):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
+        not_packed(self, input, fill)
         self._check_axes(input, self.num_channels)
         spec = self._spec(not self.per_step)
         counts = self._counts(input, mask, lengths)

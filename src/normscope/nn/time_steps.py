@@ -87,9 +87,11 @@ class TimeSteps(nn.Module):
             )
         at = 1 if self._joined else 2
         if x.shape[at] != channels:
+            swapped = steps is not None and x.shape[at] == steps
+            order = f"The number of steps comes first, {name}(steps, num_features), then that of channels; or say "
             raise BadInput(
-                f"{name} was made for {channels} channels on axis {at}; got an input of shape {tuple(x.shape)}. Say "
-                "where they are with layout=, or make the layer for that number."
+                f"{name} was made for {channels} channels on axis {at}; got an input of shape {tuple(x.shape)}. "
+                f"{order if swapped else 'Say '}where they are with layout=, or make the layer for that number."
             )
         time = 1 if self.layout == "b t c ..." else 0
         wrong = steps is not None and (x.shape[0] % steps if self._joined else x.shape[time] != steps)

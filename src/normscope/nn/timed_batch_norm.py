@@ -9,7 +9,7 @@ from torch import Tensor
 
 from normscope.nn.arguments import sizes
 from normscope.nn.batch_state import BatchState
-from normscope.nn.masking import Lengths, masked_leaf
+from normscope.nn.masking import Lengths, masked_leaf, not_packed
 from normscope.nn.remembered import remembered
 from normscope.nn.time_steps import TimeSteps
 from normscope.nn.torch_tools import Proxy
@@ -45,7 +45,7 @@ class TimedBatchNorm(TimeSteps, BatchState):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **shared)
         self._set_layout(layout, steps)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input: Tensor,
         mask: Tensor | None = None,
@@ -57,6 +57,7 @@ class TimedBatchNorm(TimeSteps, BatchState):
         """
         if isinstance(input, Proxy):
             return masked_leaf(self, input, mask, lengths, fill)
+        not_packed(self, input, fill)
         self._check_axes(input, self.num_features, self.steps if self._same_steps else None)
         counts = self._counts(input, mask, lengths)
         return by_batch_or_stored(self, input, *self._computed(), counts, fill)

@@ -69,17 +69,20 @@ class Unsynchronized(nn.Module):
     It asks each module for its children, and there the layer refuses; nobody else who asks is refused.
     """
 
+    _synchronized = "leaves such layers as they are"
+    """what normscope.nn.SyncBatchNorm.convert_sync_batchnorm does; empty where torch's may have the layer"""
+
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """None, as of any layer.
 
         Raises BadInput where torch is making a synchronized batch norm of this layer.
         """
-        if sys._getframe(1).f_code is _CONVERSION:
+        if self._synchronized and sys._getframe(1).f_code is _CONVERSION:
             raise BadInput(
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm would put a plain batch norm, another function, in the "
-                f"place of {self!r}. Use normscope.nn.SyncBatchNorm.convert_sync_batchnorm, which leaves such layers "
-                "as they are, and leave sync_batchnorm off in a trainer. (Norms before it in this model are converted "
-                "by now.)"
+                f"place of {self!r}. Use normscope.nn.SyncBatchNorm.convert_sync_batchnorm, which "
+                f"{self._synchronized}, and leave sync_batchnorm off in a trainer. (Norms before it in this model are "
+                "converted by now.)"
             )
         return super().named_children()
 

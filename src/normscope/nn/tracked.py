@@ -52,5 +52,5 @@ def by_batch_or_stored(
     else:
         y = normalize(input, spec, weight, bias, running=state, training=training, mask=mask)
     if counter is not None:
-        counter.add_(1 if mask is None else mask.any())
+        counter.add_(int(input.numel() > 0) if mask is None else mask.any())
     return y if mask is None else filled(y, spec, bias, mask, fill)

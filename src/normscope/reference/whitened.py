@@ -77,6 +77,8 @@ def pull_back(n: Whitened, h: Array, inputs: Inputs) -> Array:
 
 def _pull_matrix(a: Array, w: Array, s: Array, spec: Any) -> Array:
     """B = dL/dS from A = dL/dW."""
+    if not s.any():  # W is 0 there, and stays
+        return np.zeros_like(s)
     if not np.isfinite(w).all():
         return np.full_like(s, np.nan)
     if spec.scale == "cholesky":

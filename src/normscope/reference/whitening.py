@@ -81,7 +81,8 @@ def regular(covariance: Array, spec: Any, eps: float) -> Array:
 
 
 def whitening_matrices(covariance: Array, spec: Any, eps: float) -> Array:
-    """W of each covariance in a stack (groups, k, k); NaN where there is none.
+    """W of each covariance in a stack (groups, k, k); 0 where that is 0 and no eps is added, and NaN where there
+    is none.
 
     - ``zca``: S^(-1/2), the symmetric one.
     - ``cholesky``: L^-1 with S = L L^T, lower triangular.
@@ -94,6 +95,8 @@ def whitening_matrices(covariance: Array, spec: Any, eps: float) -> Array:
 
 
 def _whitening_matrix(s: Array, spec: Any) -> Array:
+    if not s.any():  # constant channels: the bias, and gradient 0
+        return np.zeros_like(s)
     try:
         if spec.scale == "cholesky":
             return np.asarray(np.linalg.solve(np.linalg.cholesky(s), np.eye(len(s))), dtype=np.float64)
