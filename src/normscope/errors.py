@@ -37,7 +37,7 @@ LINES, WIDTH = 6, 400
 
 
 def told(error: BaseException) -> str:
-    """Type and message, shortened; an exception may be so broken that it cannot say what it is.
+    """Type and message, shortened and `visible`; an exception may be so broken that it cannot say what it is.
 
     >>> told(KeyError("config"))
     "KeyError: 'config'"
@@ -49,7 +49,7 @@ def told(error: BaseException) -> str:
         text = str(error).strip()
     except Exception as failure:
         return f"{name} (its message cannot be shown: {type(failure).__name__} in __str__)"
-    return f"{name}: {shortened(text)}" if text else name
+    return f"{name}: {visible(shortened(text))}" if text else name
 
 
 def shortened(text: str, lines: int = LINES, width: int = WIDTH) -> str:

@@ -620,3 +620,35 @@ def test_ns106_casts_where_the_data_is_in_half_precision(norm: nn.Module, said: 
     assert check(between(norm), x, "NS106").findings == ()
     found = check(between(norm).to(torch.bfloat16), x.to(torch.bfloat16), "NS106").findings
     assert [f.evidence["deviations"] for f in found] == ([said] if said else [])
+
+
+class PlainMean(nn.Module):
+    """A batch norm by the plain mean of all batches, with a counter of another name, and no momentum."""
+
+    momentum = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+        self.register_buffer("n", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = self.mean, self.var
+        if self.training:
+            mean, var = x.mean(0), x.var(0, correction=0)
+            with torch.no_grad():
+                self.n += 1
+                self.mean.lerp_(mean, 1 / float(self.n))
+                self.var.lerp_(var, 1 / float(self.n))
+        return (x - mean) / (var + 1e-5).sqrt()
+
+
+def test_ns303_is_silent_on_a_count_of_another_name() -> None:
+    norm = PlainMean()
+    for _ in range(3):
+        norm(torch.randn(16, 8))
+    report = normscope.check(nn.Sequential(norm).eval(), torch.randn(16, 8), select=["NS303"])
+    assert report.sites[0].spec is not None
+    assert report.sites[0].spec.running.average == "cumulative"
+    assert list(report.findings) == []

@@ -60,6 +60,38 @@ class StoresTheRoot(Norm):
         return variance.sqrt()
 
 
+class DividesByTheVariance(Norm):
+    def root(self, variance: Tensor) -> Tensor:
+        return variance + 1e-5
+
+
+class KeepsTheMean(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        return super().forward(x) if self.training else x / self.root(self.running_var).view(shape)
+
+
+class ByLayerInEvaluation(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else nn.functional.layer_norm(x, x.shape[1:])
+
+
+class StoresTheLogarithm(Norm):
+    def stored(self, variance: Tensor) -> Tensor:
+        return (variance + 1e-5).log()
+
+    def root(self, variance: Tensor) -> Tensor:
+        return (variance / 2).exp()
+
+
+class StoresTheInverse(Norm):
+    def stored(self, variance: Tensor) -> Tensor:
+        return (variance + 1e-5).rsqrt()
+
+    def root(self, variance: Tensor) -> Tensor:
+        return 1 / variance
+
+
 class InlinedUnmoved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +196,9 @@ def _found(layer: nn.Module, *shape: int) -> list[Finding]:
 
 
 @pytest.mark.parametrize("shape", [(32, CHANNELS), (16, CHANNELS, 3, 3)])
-@pytest.mark.parametrize("layer", [WarmUp, Cumulative, Debiased, Ghost, Renorm])
+@pytest.mark.parametrize(
+    "layer", [WarmUp, Cumulative, Debiased, Ghost, Renorm, StoresTheLogarithm, StoresTheInverse]
+)
 def test_what_moves_statistics_in_its_own_way_is_no_fault(layer: Any, shape: tuple[int, ...]) -> None:
     assert _found(layer(), *shape) == []
 
@@ -181,6 +215,18 @@ def test_two_modes_that_are_two_functions_are_a_warning(layer: Any) -> None:
     # of x / sqrt(9): + 0.5 beside the root is 3 / 3.5; the root of 3 in place of 3
     expected = {AnotherEps: 1 - 3 / 3.5, StoresTheRoot: 3**0.5 - 1}[layer]
     assert finding.evidence["modes_gap"] == pytest.approx(expected, rel=0.1)  # of 144 values of spread 3
+
+
+@pytest.mark.parametrize("layer", [DividesByTheVariance, KeepsTheMean, ByLayerInEvaluation])
+def test_a_norm_that_shows_in_training_alone_is_a_site(layer: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), layer()).eval()
+    before = copy.deepcopy(model.state_dict())
+    report = normscope.check(model, 3 * torch.randn(16, CHANNELS, 3, 3) + 1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    (finding,) = [found for found in report.findings if found.code == "NS106"]
+    assert (finding.site, finding.severity) == ("1", "warning")
+    assert "training and evaluation are two different functions" in finding.message
 
 
 def test_the_two_eps_are_told() -> None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from normscope import families
+from normscope.identify.compare import compare
 from normscope.identify.compare_gap import gap
 from normscope.identify.compare_sides import Side, SpecSide
 
@@ -37,3 +39,20 @@ def test_one_channel_far_from_0_excuses_the_variance_of_squares_there_and_nowher
     assert not straight.real
     # far above 64 u, far below what the last channel is excused
     assert gap(one, OfSquares("off", known, off=1e-9), x, x, (0, 1), "train", (None, None)).real
+
+
+def test_a_clamp_that_no_ordinary_input_reaches_is_a_difference() -> None:
+    def clamped(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x.clamp(-1e6, 1e6), (6,))
+
+    found = compare(lambda x: torch.nn.functional.layer_norm(x, (6,)), clamped, torch.zeros(4, 6))
+    assert found.same is False
+    assert found.modes["eval"] is False
+    assert found.dtypes["float32"] is False
+
+
+def test_what_only_agrees_on_what_was_tried_is_undecided_in_every_mode() -> None:
+    found = compare(torch.nn.ReLU(), lambda x: x.clamp(0), torch.zeros(4, 6))
+    assert found.same is None
+    assert set(found.modes.values()) == {None}
+    assert set(found.dtypes.values()) == {None}

@@ -54,7 +54,11 @@ def test_a_hook_that_doubles_the_output_is_a_gain(module: nn.Module) -> None:
     assert found.spec is not None
     assert found.weight is not None
     np.testing.assert_allclose(found.weight, 2.0, rtol=1e-12)  # a fit in float64
-    assert ACT in found.notes
+    assert (found.spec.weight, found.spec.bias) == ("d", "d")
+    assert found.notes[0] == ACT
+    assert found.notes[1].endswith(
+        "bias is added 2 times, where a bias is added once; its gain and bias are as they act"
+    )
     apart = compare(module, nn.LayerNorm(6), X)
     assert apart.same is False
     assert f"{type(module).__name__}: {ACT}" in apart.notes
@@ -171,3 +175,23 @@ def test_hooks_that_hold_what_cannot_be_copied(tmp_path: Path) -> None:
         "handle.remove()"
     )
     assert (tmp_path / "log").read_text() == ""
+
+
+class Growing:
+    """A hook that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output * (1 + 0.001 * max(0, self.calls - 4))
+
+
+def test_a_hook_that_counts_its_calls_is_state() -> None:
+    hook = Growing()
+    found = identify_module(hooked(hook), X)
+    assert found.reason == (
+        "it has state that is no tensor of it: with its tensors put back, one input gives another output in call 5 (by "
+        "0.001 of the largest)"
+    )
+    assert hook.calls == 0

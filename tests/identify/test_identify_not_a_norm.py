@@ -269,3 +269,51 @@ def test_errors() -> None:
         "function fails, on NumPy float64 raised on an input of shape (4, 6) (RuntimeError: no). Pass an example of a "
         "shape and dtype that it takes."
     )
+
+
+def layer_norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, x.shape[-1:])
+
+
+def test_what_changes_after_some_calls_is_not_what_it_was_at_last() -> None:
+    calls = iter(range(10**6))
+    found = identify(lambda x: layer_norm(x) * (1.0 if next(calls) < 5 else 2.0), torch.zeros(4, 5, 6))
+    assert found.reason is not None
+    assert found.reason.startswith(
+        "it has state that calls move: one input gave another output at first than after"
+    )
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_a_branch_at_zeros_is_tried(row: bool) -> None:
+    def branching(x: torch.Tensor) -> torch.Tensor:
+        zero = (x == 0).all(-1, keepdim=True) if row else (x == 0).all()
+        return torch.where(zero, torch.tensor(7.0, dtype=x.dtype), layer_norm(x))
+
+    found = identify(branching, torch.zeros(4, 5, 6))
+    assert found.reason is not None
+    assert "(zeros) it is off by 7 of the largest output" in found.reason
+
+
+def test_the_size_of_an_input_that_is_not_taken_and_a_message_that_steers_a_terminal() -> None:
+    def narrow(x: torch.Tensor) -> torch.Tensor:
+        if x.abs().max() > 1e6:
+            raise ValueError("too \x1b[31mlarge")
+        return layer_norm(x)
+
+    with pytest.raises(ModelError) as caught:
+        identify(narrow, torch.zeros(4, 5, 6))
+    said = str(caught.value)
+    assert said.startswith(
+        "function narrow, on torch float32 raised on an input of shape (4, 5, 6) with numbers up to "
+    )
+    assert said.endswith(
+        "(ValueError: too \\x1b[31mlarge). Identification calls it with small and with large inputs: pass a callable "
+        "that takes them."
+    )
+
+
+def test_a_bias_that_hides_a_norm_is_not_called_a_linear_map() -> None:
+    found = identify(lambda x: layer_norm(x) + 1e15, torch.zeros(4, 5, 6, dtype=torch.float64))
+    assert found.reason is not None
+    assert found.reason.startswith("the bias hides the rest: outputs of the size ")

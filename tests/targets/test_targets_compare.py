@@ -18,6 +18,7 @@ from torch import nn
 import normscope as ns
 from normscope.errors import BadInput, BadTarget
 from normscope.targets.norms.comparison import compare_norms
+from normscope.targets.norms.differences import NormDifference
 from normscope.targets.norms.lists import of_graph, of_model
 
 
@@ -345,3 +346,7 @@ def test_sparse_tensors_are_refused_by_name() -> None:
         "tensors are compared number by number; weight of norm in a state dict is sparse (torch.sparse_coo). Pass "
         "tensor.to_dense()"
     )
+
+
+def test_names_in_a_difference_are_printed_escaped() -> None:
+    assert str(NormDifference("bn\x1b[31m", "1", "2")) == r"bn\x1b[31m: 1 against 2"

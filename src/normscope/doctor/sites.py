@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -39,7 +39,8 @@ def find_sites(
     it cannot be read what they do with them. With them, one forward in eval mode also finds
     functional calls, operators in scripted or traced modules and norms written by hand, and tells of each call its
     shape, dtype, memory format and neighbours. (A second forward, in train mode, runs only where running statistics
-    are used outside of a known module: which mode takes them can be seen in no other way.)
+    are used outside of a known module, or where a module that is no site saves floating buffers: which mode takes them,
+    and a norm whose evaluation has another form, can be seen in no other way.)
 
     Raises:
         Exception: what the model raises.
@@ -171,10 +172,14 @@ def _follow(
         for site in sites.values()
         if site.kind not in ("module", "node") and (site.has_running_state or site.name in stored)
     ]
-    if switching:
-        in_train = _modes_in_train(session, names, modules, args, kwargs)
+    keeping = _keep_state(names, sites)
+    if switching or keeping:
+        in_train = _in_train(session, names, modules, args, kwargs)
         for site in switching:
-            _set_modes(site, in_train.get(site.name, site.mode_train), names)
+            _set_modes(site, in_train.modes.get(site.name, site.mode_train), names)
+        for norm in in_train.written:
+            if norm.own_module and not norm.stored and norm.frame.path in keeping:
+                _add_of_training(norm, sites, names)
 
 
 def _set_modes(site: Site, mode_train: str, names: ModuleNames) -> None:
@@ -231,17 +236,56 @@ def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
-def _modes_in_train(
+def _keep_state(names: ModuleNames, sites: dict[str, Site]) -> set[str]:
+    """Paths of modules that are no site and save floating buffers: in evaluation they may do by these what looks like
+    no norm. (Tables, such as those of rotary positions, are not saved.)"""
+    return {
+        path
+        for module in names.modules.values()
+        if (path := names.path(module)) is not None
+        and path not in sites
+        and any(
+            buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+            for name, buffer in module.named_buffers(recurse=False)
+        )
+    }
+
+
+def _add_of_training(norm: WrittenNorm, sites: dict[str, Site], names: ModuleNames) -> None:
+    """A norm that shows in training alone, where its evaluation is of another form."""
+    site = _written_site(norm)
+    if site.name in sites:
+        return
+    site.mode_train, site.mode_eval = "batch", "running"
+    assert site.module is not None
+    site.mode_now = site.mode_train if is_training(site.module) else site.mode_eval
+    site.aliases = names.aliases(site.module)
+    x = norm.node.inputs[0]
+    call = Call(len(sites), 0, x.shape, x.dtype, x.device, x.memory_format, None, site.mode_eval)
+    call.fed_by, call.feeds, call.join = fed_by(x), feeds(norm.node.outputs[0]), join(norm.node)
+    site.calls.append(call)
+    sites[site.name] = site
+
+
+class _InTrain(NamedTuple):
+    modes: dict[str, str]
+    """site -> mode, of what is not a module"""
+    written: list[WrittenNorm]
+
+
+def _in_train(
     session: Session, names: ModuleNames, modules: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, str]:
-    """Modes of what is not a module in a forward in train mode; none where the model cannot run so on these inputs."""
+) -> _InTrain:
+    """What a forward in train mode shows; nothing where the model cannot run so on these inputs."""
     modes: dict[str, str] = {}
+    written: list[WrittenNorm] = []
 
     def tell_written(norm: WrittenNorm) -> None:
         modes[_written_site(norm).name] = "running" if norm.stored else "batch"
+        written.append(norm)
 
     graph = Graph(names.held.values(), (args, kwargs), tell_written)
     calls = NormCalls(names, modules, lambda call: modes.update({call.name: call.mode}), graph=graph)
     with contextlib.suppress(Exception):
         session.forward(args, kwargs, mode="train", watch=(calls,))
-    return modes
+    return _InTrain(modes, written)

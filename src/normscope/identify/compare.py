@@ -31,7 +31,7 @@ from normscope.identify.compare_result import HALVES, WORDS, Comparison, Counter
 from normscope.identify.compare_search import shrunk
 from normscope.identify.compare_sides import Both, Side
 from normscope.identify.compare_values import carried, free_values
-from normscope.identify.compare_verdict import beyond, by_field, decided
+from normscope.identify.compare_verdict import beyond, by_field, decided, proven
 from normscope.identify.repeats import global_generators_kept, on_this_rank
 from normscope.spec import NormSpec
 
@@ -67,6 +67,8 @@ def compare(a: Any, b: Any, example: Any = None, *, layout: str | None = None) -
             chosen that fits both, which takes specifications or modules that can be read.
         layout: names of the input's axes, ``"b c h w"``; ``"b c h w -> b h w c"`` where the second takes the same data
             in another order. The example, and a counterexample, are in the first's order.
+
+    Inputs are finite: what the two make of NaN and infinities is not compared.
 
     Raises:
         BadInput: no example where one is needed, an example that one of them does not take, a layout that does not fit.
@@ -133,6 +135,8 @@ class _Comparing:
         named = self._differences(answers, seen)
         same, why = decided(self._both, answers, named, sum(self.tried.values()))
         self.notes += why
+        if not proven(self._both, answers, same):  # to agree on what was tried proves nothing of the rest
+            answers = {mode: alike and None for mode, alike in answers.items()}
         shown = self._counterexample(seen)
         largest = {m: max(f.gap.size for f in seen if f.mode == m) for m in modes if answers[m] is False}
         if shown is not None:  # a small input may show more than those that it was made of

@@ -8,7 +8,9 @@ offset          centering: the mean is as large as the spread
 varied          axes: level and spread differ along every one of them
 large mean      how the mean is taken away: a thousand standard deviations from 0
 near eps        the constant and where it stands: spread of the size of each eps, and a tenth of it
+large, small    a clamp or a branch that no ordinary input reaches
 constant        sets without spread
+zeros           what is done about a set of nothing else
 spike           one element alone: axes, and a floor under the denominator
 centered        that the mean of every set is 0 hides centering
 ==============  ==========================================================================================
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 USUAL_EPS = (1e-5, 1e-6, 1e-8)
 """tried where nobody says which eps there is"""
+SIZES = (1e3, 1e8, 1e-6)
+"""tried besides 1: the largest is the largest that identification verifies at"""
 CENTERED = "centered"
 ORDINARY = ("ordinary", "varied")
 """enough where nothing but the numbers of the data matters: updates of stored statistics"""
@@ -50,7 +54,10 @@ def inputs(shape: Sequence[int], specs: Sequence[NormSpec | None]) -> Iterator[t
     yield "large mean", z + 1e3
     for scale in scales(specs):
         yield f"near eps ({scale:.3g})", z * scale
+    for size in SIZES if None in specs else ():  # what has a specification was verified there
+        yield f"of size {size:.0e}", z * size
     yield "constant", np.ones(shape)
+    yield "zeros", np.zeros(shape)
     spike = np.zeros(shape)
     spike.flat[spike.size // 2] = 1.0
     yield "spike", spike

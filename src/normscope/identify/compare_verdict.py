@@ -82,6 +82,14 @@ def decided(
     return None, [*notes, f"undecided: {why}, and no input that was tried shows it"]
 
 
+def proven(both: Both, modes: Mapping[str, bool | None], same: bool | None) -> bool:
+    """Whether a mode in which no input tells the two apart is the same on all inputs: by both specifications, or
+    because they are fixed maps; an answer that stays undecided although all modes were compared says no."""
+    known = both.spec_a is not None and both.spec_b is not None
+    settled = same is not None or None in modes.values()
+    return same is True or (settled and (known or both_fixed(both.a, both.b)))
+
+
 def _for_this_shape(both: Both) -> list[str]:
     """Said where inputs of another shape would tell them apart."""
     assert both.spec_a is not None

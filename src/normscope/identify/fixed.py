@@ -37,7 +37,7 @@ def fixed_affine(
     )
     factor, shift = (v.value.mean(axis=others, keepdims=True) for v in (a, bias))
     errors = []
-    for size in (1.0, *SIZES.values()):
+    for size in (1.0, *SIZES.values(), 0.0):
         x = direction(partition.shape, 101) * size
         x = x.astype(np.float32).astype(np.float64) if f.roundoff > 2.0**-50 else x
         expected = factor * x + shift

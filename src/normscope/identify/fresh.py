@@ -25,7 +25,8 @@ SIZES = {f"the size 10^{k}": 10.0**k for k in range(-6, 9, 2)}
 """what is verified of every answer: a clamp at 1e5 is no part of any norm, and shows on no smaller input"""
 FEW = ("another direction", "a spread near eps")
 ORDINARY = (*FEW, "a few large elements", "a level of 2", "a spread far above eps")
-ALL = (*ORDINARY, *SIZES)
+ZEROS = "zeros"
+ALL = (*ORDINARY, *SIZES, ZEROS)
 """the inputs by name"""
 
 
@@ -57,6 +58,8 @@ def inputs(shape: tuple[int, ...], near_eps: float | None) -> Iterator[tuple[str
             yield "a spread far above eps", 2.0**6 * near * direction(shape, 105)
     for name, size in SIZES.items():
         yield name, size * direction(shape, 101)
+    if near_eps is not None:  # else 0 / 0, of which each makes its own
+        yield ZEROS, np.zeros(shape)
 
 
 def verify(

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from normscope.errors import ModelError
 from normscope.identify.identification import identify_box
 from normscope.identify.module_box import Call, ModuleBox
+from normscope.identify.module_mode import InMode
+from normscope.identify.result import Identification
 from normscope.spec import Cast, NormSpec
 
 Array = NDArray[np.float64]
@@ -51,6 +53,21 @@ def given_affine(
     if spec.weight is None and spec.bias is None:
         return None
     return Affine(spec.replace(source="input"), weight, bias, note)
+
+
+def on_their_axes(bare: Identification, here: InMode, layout: str | None) -> Identification:
+    """With gain and bias on the axes that other tensors show, where those held now are one number each."""
+    assert bare.spec is not None
+    shown = identify_box(here.box.set(here.generic), here.box.shape, layout=layout)
+    plain = all(where in (None, "") for where in (bare.spec.weight, bare.spec.bias))
+    if not plain or shown.spec is None or not _same_but_affine(bare.spec, shown.spec, here.box.shape):
+        return bare
+    return replace(
+        bare,
+        spec=bare.spec.replace(weight=shown.spec.weight, bias=shown.spec.bias, gain=shown.spec.gain),
+        weight=_at(shown.weight, bare.weight, bare.spec.gain / shown.spec.gain),
+        bias=_at(shown.bias, bare.bias, 0.0),
+    )
 
 
 def _at(shaped: Array | None, value: Array | None, default: float) -> Array | None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LARGE = 2.0**20
 """size of the second input: a clamp shows there"""
+CALLS = 8
+"""in a row: a hook may count them"""
 ACT = "its forward hooks act on its output, and are part of what is told here"
 IDLE = "its forward hooks leave its output as it is, and were left out"
 UNSEEN = "its forward hooks return nothing, do not run on a copy, and were left out"
@@ -54,19 +56,21 @@ def with_hooks_that_act(plain: ModuleBox, module: nn.Module) -> ModuleBox:
 
 def _differ(plain: ModuleBox, hooked: ModuleBox) -> bool:
     """Whether one bit of an output is another: in either mode, on an ordinary input or a large one, with the module's
-    tensors or others. Raises ModelError where it runs without the hooks only."""
+    tensors or others, or in one of some calls in a row. Raises ModelError where it runs without the hooks only."""
     others = {name: 1.5 * value + 0.25 for name, value in plain.tensors().items()}
     for training in (False, True):
         for settings in ({}, others):
             one, two = (box.in_mode(training).set(settings) for box in (plain, hooked))
             for size in (1.0, LARGE):
                 x = size * direction(plain.shape, 105)
-                try:
-                    y = one(x)
-                except ModelError:  # in a mode that does not run
-                    continue
-                if not np.array_equal(y, two(x), equal_nan=True):
-                    return True
+                mine, theirs = one.fork(), two.fork()
+                for _ in range(CALLS if size == 1.0 and not settings else 1):
+                    try:
+                        y = one.output_of(mine, x)
+                    except ModelError:  # in a mode that does not run
+                        break
+                    if not np.array_equal(y, two.output_of(theirs, x), equal_nan=True):
+                        return True
     return False
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from normscope.errors import BadInput
+from normscope.errors import BadInput, NormscopeError
 from normscope.identify import diagnose, fresh, remarks
 from normscope.identify.assembly import Assembly
 from normscope.identify.bias import better_bias, find_bias
@@ -23,6 +23,7 @@ from normscope.identify.repeats import (
     find_precision,
     global_generators_kept,
     on_this_rank,
+    require_as_at_first,
     require_float32_shown,
     require_repeatable,
 )
@@ -34,6 +35,7 @@ from normscope.identify.scan import (
     observations,
     refine,
     require_bounded,
+    require_shown,
     scan,
 )
 from normscope.identify.second_size import fixed_factors, roomy, second_gain
@@ -108,7 +110,7 @@ def identify_box(box: Box, shape: tuple[int, ...], *, layout: str | None = None)
     try:
         return _at_some_shape(f, shape, layout)
     except Contradiction as contradiction:
-        reason = str(contradiction)
+        reason = _steady(f) or str(contradiction)
         may_be_float32 = contradiction.size is None or contradiction.size < FLOAT32
     if may_be_float32 and box.roundoff < ROUNDOFF["float32"]:
         try:
@@ -127,6 +129,17 @@ def identify_box(box: Box, shape: tuple[int, ...], *, layout: str | None = None)
     )
 
 
+def _steady(f: Prober) -> str:
+    """What stands against all that was seen: that the callable did not stay what it was; "" where it did."""
+    try:
+        require_as_at_first(f)
+    except Contradiction as changed:
+        return str(changed)
+    except NormscopeError:  # it takes the input no more
+        pass
+    return ""
+
+
 def _at_some_shape(f: Prober, shape: tuple[int, ...], layout: str | None) -> Identification:
     """Probe at a shape with few elements, and several along every axis; where that turns out to be another function
     with all elements of the example, then at its own shape."""
@@ -134,6 +147,7 @@ def _at_some_shape(f: Prober, shape: tuple[int, ...], layout: str | None) -> Ide
         for most in (ROOM, prod(shape)) if prod(shape) > ROOM else (ROOM,):
             with suppress(OnlyWhenShortened):
                 return _probed(f, shape, layout, most)
+            require_as_at_first(f)
             f.evidence.clear()
             f.notes.clear()
         return _probed(f, shape, layout, None)
@@ -159,6 +173,8 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int |
     bias = find_bias(f, pairs, partition)
     s = scan(f, pairs, bias)
     if is_linear(s):
+        if not partition.pointwise:
+            require_shown(s)
         fixed, error = fixed_affine(f, pairs, partition, bias, layout)
         return Identification(fixed=fixed, max_error=error, **_kept(f))
     if partition.pointwise:
@@ -185,6 +201,7 @@ def _probed(f: Prober, example: tuple[int, ...], layout: str | None, most: int |
     remarks.constant_input(f, s, shape, spec)
     remarks.say_hidden(f, shape, example, bound=most is None)
     remarks.say_resolution(f, best, error)
+    require_as_at_first(f)
     if given > f.box.roundoff:
         f.notes.append("part of its arithmetic is float32: it errs by some 1e-7, and was judged by that")
     return Identification(

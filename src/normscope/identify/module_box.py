@@ -19,6 +19,7 @@ from normscope.identify.float64_copy import Float32AsFloat64, copied, plain_tens
 from normscope.identify.hooks_that_act import with_hooks_that_act
 from normscope.identify.owners_hooks import copy_of
 from normscope.identify.patched_forward import uncompiled
+from normscope.identify.probing import said_size
 
 Array = NDArray[np.float64]
 SEED = 0
@@ -180,9 +181,13 @@ class ModuleBox:
         except AsksOtherRanks:
             raise
         except (Exception, SystemExit) as error:
+            size, fix = said_size(as_array(x)), "Pass an example of a shape that it takes"
+            if size:
+                fix = (
+                    "Identification calls it with small and with large inputs: pass a module that takes them"
+                )
             raise ModelError(
-                f"{self.name} raised on a {self.dtype} input of shape {tuple(x.shape)} ({told(error)}). Pass an "
-                "example of a shape that it takes"
+                f"{self.name} raised on a {self.dtype} input of shape {tuple(x.shape)}{size} ({told(error)}). {fix}"
             ) from error
         finally:
             torch.set_rng_state(chance)

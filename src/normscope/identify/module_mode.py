@@ -8,12 +8,16 @@ import numpy as np
 
 from normscope.errors import ModelError
 from normscope.identify.gains import Gain, laws_of_gains
+from normscope.identify.hooks_that_act import CALLS
 from normscope.identify.identification import ROOM, identify_box
 from normscope.identify.module_box import Array, ModuleBox, as_array, tensors_of
 from normscope.identify.probing import Prober, direction
 from normscope.identify.result import Evidence, Identification
 from normscope.identify.second_size import roomy
 from normscope.identify.tensor_roles import STRAIGHT, Role, generic_values, roles
+
+GAIN = "is added before the gain"
+"""said of a bias that the gain multiplies"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def biases_multiplied(mode: InMode) -> str:
             at = mode.neutral.set({gain.name: np.full(gain.shape, value) for gain in gains})
             parts.append(at.set({bias.name: np.ones(bias.shape)})(x) - at(x))
         if np.max(np.abs(parts[1] - parts[0])) > STRAIGHT * np.max(np.abs(parts[1])):
-            said.append(f"{bias.name} is added before the gain, which multiplies it")
+            said.append(f"{bias.name} {GAIN}, which multiplies it")
         elif abs(factor := float(np.median(parts[0])) - 1.0) > STRAIGHT:
             said.append(f"{bias.name} is added {factor + 1:g} times, where a bias is added once")
     return " and ".join(said)
@@ -126,6 +130,27 @@ def changes_shape(box: ModuleBox) -> str:
     if shape == box.shape:
         return ""
     return f"an input of shape {box.shape} gives an output of shape {shape}; a normalization keeps the shape"
+
+
+def remembers(box: ModuleBox) -> str:
+    """How later calls of one module differ from the first, its tensors put back before each; "" where none does.
+
+    A counter in a forward or in a hook is no tensor: no other probe would see it, as each calls a fresh copy.
+    """
+    x, fork = direction(box.shape, 104), box.fork()
+    tensors = {name: as_array(tensor) for name, tensor in tensors_of(fork).items()}
+    first = box.output_of(fork, x)
+    for call in range(2, CALLS + 1):
+        fork = replace(box, module=fork).set(tensors).fork()
+        y = box.output_of(fork, x)
+        if not np.array_equal(first, y, equal_nan=True):
+            apart = 1.0 if y.shape != first.shape else float(np.nanmax(np.abs(y - first)))
+            apart /= float(np.nanmax(np.abs(first), initial=0.0)) or 1.0
+            return (
+                "it has state that is no tensor of it: with its tensors put back, one input gives another output in "
+                f"call {call} (by {apart:.2g} of the largest)"
+            )
+    return ""
 
 
 def depends_on_chance(box: ModuleBox) -> float:

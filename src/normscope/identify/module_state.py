@@ -54,10 +54,10 @@ class Whole:
         return None if self.stored is None else self.stored.state(tensors)
 
 
-def whole_of(here: InMode, there: InMode | None, other_raises: bool, layout: str | None) -> Whole | None:
+def whole_of(here: InMode, there: InMode | None, other_unlike: bool, layout: str | None) -> Whole | None:
     """Put together what two modes showed; None for a fixed map without stored statistics.
 
-    ``there`` is None where the other mode is the same function, or where it raises.
+    ``there`` is None where the other mode is the same function, or (``other_unlike``) where it raises or is no member.
 
     Raises NotOfTheFamily where a tensor does what no specification says, and NoAxes where it lives on no axes.
     """
@@ -69,20 +69,21 @@ def whole_of(here: InMode, there: InMode | None, other_raises: bool, layout: str
     for mode in modes:
         _require_known_roles(mode)
     if fixed is None:
-        return _without_state(here, there, layout)
+        return _without_state(here, there, other_unlike, layout)
     if live is None:
-        return _by_state_alone(fixed, modes, other_raises, layout)
+        return _by_state_alone(fixed, modes, other_unlike, layout)
     return _with_state(here, live, fixed, layout)
 
 
-def _without_state(here: InMode, there: InMode | None, layout: str | None) -> Whole:
-    """Statistics of the input in both modes."""
+def _without_state(here: InMode, there: InMode | None, other_unlike: bool, layout: str | None) -> Whole:
+    """Statistics of the input in every mode that was seen."""
     values = affine_values(here.core, here, layout)
     mode = "batch" if values.spec.properties(here.box.shape).couples_samples else "input"
     notes = here.core.notes
     if moved := sorted({*here.moved, *(there.moved if there else ())}):
         moves, it = ("moves", "it") if len(moved) == 1 else ("move", "them")
-        notes = (*notes, f"{' and '.join(moved)} {moves} with each call, and no output depends on {it}")
+        seen = f" of {'training' if here.training else 'evaluation'}" if other_unlike else ""
+        notes = (*notes, f"{' and '.join(moved)} {moves} with each call, and no output{seen} depends on {it}")
     evidence = (*here.core.evidence, *here.tensor_evidence)
     return Whole(
         values, mode, None, evidence, notes, _units_of(values.spec, here.core.equivalent, here.box.shape)

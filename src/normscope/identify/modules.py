@@ -17,17 +17,19 @@ from normscope.errors import BadInput, ModelError, told
 from normscope.identify.as_stated import as_stated
 from normscope.identify.box import box_of, shape_of
 from normscope.identify.constant_input import gradient_at_constant
-from normscope.identify.given_affine import given_affine
+from normscope.identify.given_affine import given_affine, on_their_axes
 from normscope.identify.identification import identify_box
 from normscope.identify.masks import mask_argument, probe_mask, with_everything_valid
 from normscope.identify.module_box import ModuleBox, box_of_module, call_of
 from normscope.identify.module_casts import casts, machine_epsilon
 from normscope.identify.module_mode import (
+    GAIN,
     InMode,
     biases_multiplied,
     changes_shape,
     depends_on_chance,
     look,
+    remembers,
     same_in_both,
     with_room,
 )
@@ -95,7 +97,7 @@ def _identified(module: nn.Module, example: Any, layout: str | None, training: b
     if chance := depends_on_chance(here_box):
         reason = f"it is random: with other random numbers the output moves by {chance:.2g} of the largest"
         return replace(answer, reason=reason)
-    if reason := changes_shape(here_box):
+    if reason := changes_shape(here_box) or remembers(here_box):
         return replace(answer, reason=reason)
     if (count := len(generic_values(here_box))) > MANY:
         bare = identify_box(here_box, here_box.shape, layout=layout)
@@ -143,6 +145,8 @@ def _other_mode(box: ModuleBox, here: InMode, layout: str | None) -> tuple[InMod
     try:
         if depends_on_chance(other):
             return None, f"in {word} it is random, so that mode was not identified"
+        if said := remembers(other):
+            return None, f"in {word} {said}; that mode was not identified"
         there = look(other, not here.training, layout)
     except ModelError as error:
         return None, f"in {word} it raises, so that mode was not seen ({told(error.__cause__ or error)})"
@@ -215,8 +219,12 @@ def _opaque(
         return replace(found, name=answer.name, mode=mode, notes=notes)
     if names := _made_of(here):
         tensors = f"several tensors: {names}" if "," in names else f"one tensor, {names}"
-        notes = (*answer.notes, *bare.notes, f"its gain and bias are made of {tensors}")
-        return replace(bare, name=answer.name, mode=mode, notes=notes)
+        multiplied = biases_multiplied(here)
+        multiplied = "" if GAIN in multiplied else multiplied  # then the bias is made of both
+        said = f"its gain and bias are {'as they act' if multiplied else f'made of {tensors}'}"
+        said = f"{multiplied}; {said}" if multiplied else said
+        notes = (*answer.notes, *bare.notes, said)
+        return replace(on_their_axes(bare, here, layout), name=answer.name, mode=mode, notes=notes)
     notes = (*answer.notes, f"with its numbers as they are it computes: {bare.spec}")
     return replace(answer, reason=reason, evidence=evidence, notes=notes)
 

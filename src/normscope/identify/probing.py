@@ -10,6 +10,9 @@ from normscope.errors import ModelError, NormscopeError, told
 from normscope.identify.box import Array, Box
 from normscope.identify.result import Evidence
 
+ORDINARY = (1e-2, 1e2)
+"""between them lies the largest number of an input like those that layers are given"""
+
 
 class Contradiction(Exception):
     """What shows that a callable is no normalization of the family. The text is the reason.
@@ -27,6 +30,16 @@ class OnlyWhenShortened(Contradiction):
     """It was a member at the shape that was probed, but not at the longer one of the example."""
 
 
+def said_size(x: Array) -> str:
+    """Words for the largest number of an input that no ordinary one is like; "" for others.
+
+    >>> said_size(np.array([1e6, 0.5])), said_size(np.array([2.0]))
+    (' with numbers up to 1e+06', '')
+    """
+    largest = float(np.abs(x).max(initial=0.0))
+    return "" if ORDINARY[0] < largest < ORDINARY[1] else f" with numbers up to {largest:.2g}"
+
+
 @dataclass
 class Prober:
     """A box that is called: counts, checks shapes, and collects what was concluded."""
@@ -37,6 +50,8 @@ class Prober:
     calls: int = 0
     evidence: list[Evidence] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    first: tuple[Array, Array] | None = None
+    """an input and what it gave, before all others"""
 
     def __call__(self, x: Array) -> Array:
         self.calls += 1
@@ -45,9 +60,11 @@ class Prober:
         except NormscopeError:
             raise
         except (Exception, SystemExit) as error:
+            size, fix = said_size(x), "Pass an example of a shape and dtype that it takes."
+            if size:
+                fix = "Identification calls it with small and with large inputs: pass a callable that takes them."
             raise ModelError(
-                f"{self.box.name} raised on an input of shape {x.shape} ({told(error)}). Pass an example of a shape "
-                "and dtype that it takes."
+                f"{self.box.name} raised on an input of shape {x.shape}{size} ({told(error)}). {fix}"
             ) from error
         if y.shape != x.shape:
             raise Contradiction(

@@ -68,6 +68,7 @@ def require_repeatable(f: Prober, shape: tuple[int, ...]) -> None:
     second, third = f(x), f(x)
     between, moved = _apart(f, second, third), _apart(f, first, second)
     if not between and not moved:
+        f.first = f.first or (x, first)
         f.conclude("deterministic", "equal inputs, with another in between", calls=4)
         return
     if not between:
@@ -94,6 +95,19 @@ def require_repeatable(f: Prober, shape: tuple[int, ...]) -> None:
         "too: it has state, or a random generator of its own"
     )
     raise Contradiction(what)
+
+
+def require_as_at_first(f: Prober) -> None:
+    """Raises Contradiction where the first input gives something else after all others: what was seen is two things."""
+    if f.first is None:
+        return
+    x, first = f.first
+    calls = f.calls
+    if apart := _apart(f, first, f(x)):
+        raise Contradiction(
+            f"it has state that calls move: one input gave another output at first than after {calls} calls (by "
+            f"{apart:.2g} of the largest)"
+        )
 
 
 def _apart(f: Prober, a: Array, b: Array) -> float:

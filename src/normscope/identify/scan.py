@@ -160,15 +160,20 @@ def crossing(s: Scan) -> float | None:
     for k in smallest(s.f):
         low = min((j for j in {*s.found, k} if s.measurable(j)), default=None)
         if low is None:
-            raise Contradiction(_hidden(s))
+            raise Contradiction(_hidden(s, top))
         share = s.size(low) / top
         if share < 0.999:
             return float(low - log2(share))
     return None
 
 
-def _hidden(s: Scan) -> str:
-    largest = s.size(max(s.found))
+def require_shown(s: Scan) -> None:
+    """Raises Contradiction where outputs of ordinary inputs do not stand out from the rounding of the bias."""
+    if not s.measurable(0):
+        raise Contradiction(_hidden(s, s.size(0)))
+
+
+def _hidden(s: Scan, largest: float) -> str:
     fix = "Pass a callable and an example of float64" if s.f.roundoff > 2.0**-50 else "Leave the bias out"
     return (
         f"the bias hides the rest: outputs of the size {largest:.2g} are added to a bias of up to "

@@ -10,7 +10,7 @@ from normscope.identify.bias import half_sums
 from normscope.identify.fixed import LINEAR
 from normscope.identify.partition import Partition, find_partition
 from normscope.identify.probing import Contradiction, Pair, Prober, pair
-from normscope.identify.scan import Scan, growing, is_linear, scan
+from normscope.identify.scan import Scan, growing, is_linear, require_shown, scan
 
 FARTHEST = 2.0**200
 """the size of outputs whose squares, over those of their roundings, float64 still holds; and one over it"""
@@ -52,6 +52,7 @@ def sets(f: Prober, pairs: list[Pair]) -> Partition:
     except Contradiction:
         s = scan(f, pairs, half_sums(f, pairs))
         if is_linear(s):
+            require_shown(s)
             raise Contradiction(LINEAR) from None
         if (found := sets_of_large(s)) is None:
             raise

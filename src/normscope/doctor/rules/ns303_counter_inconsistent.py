@@ -17,7 +17,8 @@ it warm, was it ever updated) are blind where it lies.
 
 ## Known problems
 Checkpoints ported from TensorFlow and old PyTorch checkpoints have a counter of 0 as a matter of course. With
-a momentum that is a number this does no harm. Instance norms have a counter that PyTorch never touches: silent.
+a momentum that is a number this does no harm. Instance norms have a counter that PyTorch never touches: silent. In a
+norm that is identified a counter may have another name: none is missed there.
 
 ## Example
 ```python
@@ -77,9 +78,11 @@ def check(subject: Subject) -> Iterator[Finding]:
 
 def _diagnose(site: Site) -> Iterator[tuple[str, Finding]]:
     running = site.spec.running if site.spec is not None else None
-    # Without a counter PyTorch's cumulative average never moves, and its spec says momentum 0: ask the module.
+    # Without a counter PyTorch's cumulative average never moves, and its spec says momentum 0: ask the module. One that
+    # was identified moved in front of our eyes: where it keeps its count, and what momentum means there, is its own.
+    told = site.identified is None
     cumulative = (running is not None and running.average == "cumulative") or (
-        site.module is not None and getattr(site.module, "momentum", 0.0) is None
+        told and site.module is not None and getattr(site.module, "momentum", 0.0) is None
     )
     momentum = momentum_of(site)
     count = updates(site)
@@ -90,7 +93,7 @@ def _diagnose(site: Site) -> Iterator[tuple[str, Finding]]:
         return Finding("NS303", site.name, message, severity, evidence, fix, mode="train")
 
     if count is None:
-        if cumulative:
+        if cumulative and told:
             yield (
                 "missing",
                 finding(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from normscope.doctor.wording import number, percent, plural
+from normscope.errors import printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,6 +50,9 @@ class NormDifference:
     """where the two differ most"""
 
     def __str__(self) -> str:
+        return printable(self._said())
+
+    def _said(self) -> str:
         if math.isnan(self.size):
             return f"{self.field}: {self.a} against {self.b}"
         at = f" at [{', '.join(map(str, self.place))}]" if self.place else ""
