@@ -230,10 +230,15 @@ def pooled(own: Tensor, group: Any) -> Tensor:
 
     Raises ModelError where a rank has gone, or does not come within the time that the group was made with.
     """
+    return of_all(of_each(own, group))
+
+
+def of_each(own: Tensor, group: Any) -> Tensor:
+    """Tensors of one shape, (ranks, ...), in the order of ranks: one collective. Raises ModelError as `pooled`."""
     parts = own.new_empty((world_of(group), *own.shape))
     with _all_ranks(group):
         dist.all_gather(list(parts.unbind()), own.contiguous(), group=group)
-    return of_all(parts)
+    return parts
 
 
 def of_all(parts: Tensor) -> Tensor:

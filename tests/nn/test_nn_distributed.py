@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from normscope import nn
+
 RANK = """
 import os, sys
 import torch
@@ -53,3 +55,49 @@ def test_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> None:
         worst, batches = (tmp_path / f"out.{rank}").read_text().split()
         assert float(worst) < 64 * 2.0**-23  # sums of a few hundred terms, in another order
         assert batches == "2"
+
+
+UNLIKE = """
+import os, sys
+import torch
+import normscope as ns
+from normscope.errors import ModelError
+
+rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+whole = torch.distributed.group.WORLD
+channels = 4 + 2 * rank
+said = []
+for norm in (ns.nn.SyncBatchNorm(channels), ns.nn.BatchWhitening(channels, 2, group=whole)):
+    try:
+        norm(torch.randn(5, channels))
+    except ModelError as error:
+        said.append(str(error))
+alike = ns.nn.SyncBatchNorm(4)
+alike(torch.randn(5 + rank, 4)).sum().backward()
+print(*said, int(alike.num_batches_tracked), sep="\\n", file=open(f"{out}.{rank}", "w"))
+torch.distributed.barrier()
+os._exit(0)
+"""
+
+
+def test_ranks_with_other_channels_are_told_on_each(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", UNLIKE, str(rank), str(tmp_path / "store"), str(tmp_path / "out")]
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    for rank, channels in enumerate((4, 6)):
+        synchronized, whitened, batches = (tmp_path / f"out.{rank}").read_text().splitlines()
+        assert synchronized == (
+            "SyncBatchNorm normalizes over ranks that have the same number of channels; got rank 0 4, rank 1 6; here "
+            f"it is {nn.SyncBatchNorm(channels)!r}. Build the same model on every rank, and call its norms in the same "
+            "order."
+        )
+        assert whitened.startswith(
+            "BatchWhitening normalizes over ranks that have the same number of channels; got"
+        )
+        assert "rank 0 4 in groups of 2, rank 1 6 in groups of 2" in whitened
+        assert batches == "1"

@@ -296,6 +296,7 @@ def test_compiled_around_the_collective(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         "normscope.functional.synchronized.pooled", lambda own, group: of_all(torch.stack([own, own]))
     )
+    monkeypatch.setattr("normscope.nn.agreement.of_each", lambda own, group: torch.stack([own, own]))
     monkeypatch.setattr("normscope.functional.synchronized.summed", lambda values, group: 2 * values)
     x, grad, _ = whole("positions", torch.float64)
     model, eager = (nn.Sequential(layer(torch.float64, process_group="two"), nn.ReLU()) for _ in range(2))

@@ -21,6 +21,7 @@ from torch import distributed as dist
 from normscope.distributed import world_of
 from normscope.errors import BadInput
 from normscope.functional.whitened_ranks import whitened_over_ranks
+from normscope.nn.agreement import agreed
 from normscope.nn.arguments import sizes
 from normscope.nn.float32_statistics import Float32Statistics
 from normscope.nn.masking import Lengths, by_element, filled, is_packed, masked_leaf, valid
@@ -139,6 +140,7 @@ class BatchWhiteningState(Unscriptable, Float32Statistics, OptionalBias):
         state, counter = None, self.num_batches_tracked
         if self.track_running_stats and mean is not None and counter is not None:
             state = RunningState(mean, matrix, int(counter))
+        agreed(self, self.group, input, self.num_features, self.group_size)
         y = whitened_over_ranks(input, self.spec, self.weight, self.bias, state, mask, self.group)
         if state is not None and counter is not None:
             counter.fill_(state.batches)  # as it was where a mask left nothing to follow on any rank

@@ -25,6 +25,7 @@ from normscope.distributed import world_of
 from normscope.errors import BadInput
 from normscope.functional import normalize
 from normscope.functional.outside_programs import outside_programs
+from normscope.nn.agreement import agreed
 from normscope.nn.batch_norm import _BatchNorm
 from normscope.nn.masking import Lengths, by_element, filled, is_packed, masked_leaf, valid
 from normscope.nn.torch_tools import Proxy, refuse_script
@@ -111,6 +112,7 @@ class SyncBatchNorm(_BatchNorm):
             before = 0 if counter is None else int(counter)
             state = RunningState(self.running_mean, self.running_var, before)
         group = self.process_group or dist.group.WORLD
+        agreed(self, group, input, self.num_features, 1)
         spec, weight, bias = self.spec, self.weight, self.bias
         y = normalize(input, spec, weight, bias, running=state, mask=counts, group=group)
         if state is not None and counter is not None:
