@@ -56,3 +56,10 @@ def test_what_only_agrees_on_what_was_tried_is_undecided_in_every_mode() -> None
     assert found.same is None
     assert set(found.modes.values()) == {None}
     assert set(found.dtypes.values()) == {None}
+
+
+def test_what_is_random_is_not_called_a_matter_of_rounding() -> None:
+    noise = compare(lambda x: x + torch.rand_like(x) / 1000, lambda x: x + 0.0, torch.zeros(4, 6))
+    assert noise.same is None
+    assert noise.differences == ()
+    assert "bfloat16" not in noise.modes

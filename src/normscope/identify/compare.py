@@ -17,6 +17,7 @@ from normscope.identify.compare_half import (
     HalfGap,
     arithmetic_difference,
     as_defined,
+    changes,
     differ,
     dtype_difference,
     half_modes,
@@ -123,7 +124,16 @@ class _Comparing:
         if not any(found.mode in ("train", "eval") for found in seen):
             x = np.random.default_rng(0).standard_normal(self.shape)
             values = next(iter(self._trials()))(self.shape, "bfloat16")
-            halves, said = half_modes(self._both, (x, self.order.forth(x)), values, "train" in modes)
+            given = x, self.order.forth(x)
+            unlike = [
+                side.name for side, one in zip((self.a, self.b), given, strict=True) if changes(side, one)
+            ]
+            said = [
+                f"not compared in half precision, as {name} gives one input two outputs" for name in unlike
+            ]
+            halves: list[str] = []
+            if not unlike:
+                halves, said = half_modes(self._both, given, values, "train" in modes)
             self.notes += said
             seen += self._seen(halves)
             modes += halves

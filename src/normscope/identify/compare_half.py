@@ -17,7 +17,8 @@ import numpy as np
 
 from normscope.errors import NormscopeError, told
 from normscope.identify.compare_result import DTYPE, HALVES, Difference, largest_difference
-from normscope.identify.compare_sides import Both, ModuleSide, Side, SpecSide
+from normscope.identify.compare_sides import Both, BoxSide, ModuleSide, Side, SpecSide
+from normscope.identify.repeats import LAST_BITS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,6 +60,19 @@ class HalfGap:
     @property
     def other_dtype(self) -> bool:
         return self.dtypes[0] != self.dtypes[1]
+
+
+def changes(side: Side, x: Array) -> bool:
+    """Whether a callable gives one input two outputs, by more than sums in another order: chance, or memory."""
+    if not isinstance(side, BoxSide):
+        return False
+    try:
+        one, two = side.output(x, "eval"), side.output(x, "eval")
+    except (NormscopeError, ValueError, RuntimeError, ArithmeticError):
+        return False
+    return not np.allclose(
+        one, two, rtol=0.0, atol=LAST_BITS * side.roundoff * np.abs(one).max(), equal_nan=True
+    )
 
 
 def half_modes(
