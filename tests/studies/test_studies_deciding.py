@@ -13,6 +13,7 @@ import pytest
 
 from normscope.errors import BadInput
 from normscope.studies import Interval, Table, above, all_of, at_least, at_most, below, within
+from normscope.studies.lab.figures import means
 from normscope.studies.lab.fingerprint import code_fingerprint
 from normscope.studies.lab.intervals import interval
 
@@ -32,6 +33,11 @@ def test_the_interval_covers_as_often_as_it_says() -> None:
     generator = np.random.default_rng(0)
     drawn = [interval(generator.standard_normal(20).tolist()) for _ in range(300)]
     assert 0.925 - 0.06 < np.mean([i.low <= 0 <= i.high for i in drawn]) <= 0.925 + 0.06
+
+
+def test_an_arm_without_the_measure_is_not_drawn() -> None:
+    table = Table([{"arm": "a", "seed": s, "x": 1.0} for s in (0, 1)] + [{"arm": "b", "seed": 0, "y": 2.0}])
+    assert [row["arm"] for row in means(table, "x", "arm")] == ["a"]
 
 
 def test_pairs_take_off_what_a_seed_does_to_both_arms() -> None:

@@ -175,7 +175,11 @@ def means(table: Table, measure: str, *columns: str) -> Rows:
     """
     rows = []
     for fixed, group in table.groups(*columns):
-        if not group.values(measure) or any(value is None for value in fixed.values()):
+        if (
+            measure not in group.columns
+            or not group.values(measure)
+            or any(value is None for value in fixed.values())
+        ):
             continue
         found = group.interval(measure)
         edges = (found.low, found.high) if found.n > 1 else (found.mean, found.mean)
