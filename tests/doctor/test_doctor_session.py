@@ -109,6 +109,15 @@ def test_an_overridden_train_leaves_a_trace_without_a_session():
     assert fingerprint(model) != before
 
 
+@pytest.fixture
+def ctrl_c():
+    """A shell ignores it in what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_while_a_run_is_put_back_waits_until_all_is_back(monkeypatch):
     model = GALLERY["WritesParametersInPlace"]()
     x, before = batch(model), fingerprint(model)
