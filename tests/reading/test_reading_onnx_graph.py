@@ -55,6 +55,31 @@ class Rms(nn.Module):
         return self.weight * (x * torch.rsqrt(variance + 1e-5)).to(x.dtype)
 
 
+class GainFirst(nn.Module):
+    """As Python reads g * d / root + b."""
+
+    spec = families.layer_norm(eps=1e-5)
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        d = x - x.mean(-1, keepdim=True)
+        return self.weight * d / torch.sqrt((d * d).mean(-1, keepdim=True) + 1e-5) + self.bias
+
+
+class RmsGainFirst(nn.Module):
+    spec = families.rms_norm(eps=1e-5)
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
 class Unbiased(nn.Module):
     spec = families.layer_norm(eps=1e-6, weight=False, bias=False).replace(correction=1, eps_at="std")
 
@@ -87,6 +112,8 @@ LAYERS = {
     "batch": lambda: nn.BatchNorm2d(8, eps=1e-3),
     "channels first": ChannelsFirst,
     "rms": Rms,
+    "gain first": GainFirst,
+    "rms gain first": RmsGainFirst,
     "unbiased": Unbiased,
     "unit": Unit,
 }

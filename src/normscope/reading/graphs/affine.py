@@ -13,6 +13,10 @@ Axes = tuple[int, ...]
 """counted from the end"""
 
 
+Gain = tuple[str, Axes]
+"""the name of a constant and its axes"""
+
+
 @dataclass(frozen=True)
 class Affine:
     """Names of the constants, "" where there is none, their axes, and the value behind them."""
@@ -26,18 +30,34 @@ class Affine:
     """the result is cast before the gain is applied"""
 
 
-def affine_after(graph: Graph, output: str, axes: Axes, ndim: int | None, *, scalar: bool) -> Affine:
+def gain_before(graph: Graph, value: str, ndim: int | None, axes: Axes) -> tuple[Gain | None, str]:
+    """Of g * x / root, which Python multiplies first: g and x; else nothing and the value itself."""
+    node = graph.maker(value)
+    if node is None or node.op_type != "Mul" or graph.consumers(value) != 1:
+        return None, value
+    for constant, other in ((0, 1), (1, 0)):
+        on = _axes_of(graph, node.input[constant], ndim)
+        if on and on in (axes, _channel(ndim)):
+            return (str(node.input[constant]), on), str(node.input[other])
+    return None, value
+
+
+def affine_after(
+    graph: Graph, output: str, axes: Axes, ndim: int | None, *, scalar: bool, gain: Gain | None = None
+) -> Affine:
     """What is multiplied and added right behind ``output``.
 
     Only constants on the erased axes or on axis 1 are taken: what else is added, such as the code of a position, is
-    none of the norm's. ``scalar``: one number is a gain too, that of a scale norm.
+    none of the norm's. ``scalar``: one number is a gain too, that of a scale norm. ``gain``: one that came before.
     """
     weight = bias = ""
     on_weight: Axes | None = None
     on_bias: Axes | None = None
     cast = False
     found = _constant_after(graph, output, "Mul", ndim)
-    if found is not None and found[1] in (axes, _channel(ndim)):
+    if gain is not None:
+        weight, on_weight = gain
+    elif found is not None and found[1] in (axes, _channel(ndim)):
         weight, on_weight, output, cast = found
     elif scalar and (one := _scalar_after(graph, output)) is not None:
         (weight, output), on_weight = one, ()
@@ -65,11 +85,16 @@ def _constant_after(
         return None
     node = graph.readers(value)[0]
     other = node.input[1] if node.input[0] == value else node.input[0]
-    sizes = graph.constant_shape(other)
+    axes = _axes_of(graph, other, ndim)
+    return (other, axes, node.output[0], cast) if axes else None
+
+
+def _axes_of(graph: Graph, constant: str, ndim: int | None) -> Axes | None:
+    """Those along which it is more than one number; None of what is no constant, or has more axes than the input."""
+    sizes = graph.constant_shape(constant)
     if sizes is None or (ndim is not None and len(sizes) > ndim):
         return None
-    axes = tuple(i - len(sizes) for i, size in enumerate(sizes) if size != 1)
-    return (other, axes, node.output[0], cast) if axes else None
+    return tuple(i - len(sizes) for i, size in enumerate(sizes) if size != 1)
 
 
 def _scalar_after(graph: Graph, value: str) -> tuple[str, str] | None:

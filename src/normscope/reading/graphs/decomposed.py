@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from normscope.reading.graphs.affine import affine_after, names_of
+from normscope.reading.graphs.affine import Gain, affine_after, gain_before, names_of
 from normscope.reading.graphs.constants import values_of
 from normscope.reading.graphs.graph import Graph
 from normscope.reading.onnx_nodes import STASH, shortest_float32
@@ -67,13 +67,14 @@ def written_norm(graph: Graph, node: NodeProto) -> Written | None:
         return None
     root, number, output = divided
     ndim = next((r for r in (graph.rank(x), graph.rank(graph.origin(x)), graph.rank(output)) if r), None)
+    gain, number = gain_before(graph, number, ndim, root.axes)
     by_mean = _centered(graph, number, root.axes)
     if by_mean is None and graph.origin(number) != graph.origin(x):
         return None
     scale, correction = _scale(graph, root, x, center)
     if scale is None or (scale != "std" and by_mean is not None) or (scale == "std" and by_mean is None):
         return None
-    return _with_affine(graph, root, scale, correction, ndim, graph.origin(x), output)
+    return _with_affine(graph, root, scale, correction, ndim, graph.origin(x), output, gain)
 
 
 def _root(graph: Graph, node: NodeProto) -> _Root | None:
@@ -261,10 +262,17 @@ def _scale(graph: Graph, root: _Root, x: str, center: bool) -> tuple[str | None,
 
 
 def _with_affine(
-    graph: Graph, root: _Root, scale: str, correction: float, ndim: int | None, x: str, output: str
+    graph: Graph,
+    root: _Root,
+    scale: str,
+    correction: float,
+    ndim: int | None,
+    x: str,
+    output: str,
+    gain: Gain | None,
 ) -> Written | None:
     """With the gain and the bias that follow; None where the rank decides on the axes and is unknown."""
-    affine = affine_after(graph, output, root.axes, ndim, scalar=scale != "std")
+    affine = affine_after(graph, output, root.axes, ndim, scalar=scale != "std", gain=gain)
     names = names_of(root.axes, ndim, affine.on_weight, affine.on_bias)
     if names is None:
         return None
